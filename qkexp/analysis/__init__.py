@@ -1,0 +1,1 @@
+"""What it means: claims, sensitivity, figures. Reads run directories and nothing else."""

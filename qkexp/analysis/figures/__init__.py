@@ -1,0 +1,1 @@
+"""One file per figure; each reads a sweep directory."""

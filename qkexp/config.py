@@ -1,0 +1,355 @@
+"""The typed schema of every configuration key, the checks across keys, and a run's identity.
+
+A key is one dataclass field made by :func:`key`: default, one sentence, accepted values, and whether
+it belongs to the run's identity. Everything that a user may set stands here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import II, OmegaConf
+
+SCHEMA_VERSION = 1
+
+
+class UserError(Exception):
+    """The user's input was wrong. The command line prints it and exits with 2, without a traceback."""
+
+
+class ConfigError(UserError):
+    """A key has a value that is not accepted."""
+
+    def __init__(self, key: str, value: Any, accepted: str):
+        super().__init__(f"{key}: {value!r} is not accepted; accepted: {accepted}")
+        self.key, self.value, self.accepted = key, value, accepted
+
+
+def key(
+    default: Any,
+    doc: str,
+    *,
+    identity: bool = True,
+    choices: tuple[Any, ...] | None = None,
+    low: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A configuration key. ``low`` is the smallest accepted number, ``above``/``below`` open bounds."""
+    meta = {"doc": doc, "identity": identity, "choices": choices, "low": low, "above": above, "below": below}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=meta)
+    return field(default=default, metadata=meta)
+
+
+@dataclass
+class ModelConfig:
+    name: str = key("vit_tiny_patch16_224", "A plain timm VisionTransformer; the keys below override its sizes.")
+    width: int | None = key(None, "Channels of a token; null keeps timm's.", low=1)
+    depth: int | None = key(None, "Number of blocks; null keeps timm's.", low=1)
+    heads: int | None = key(None, "Attention heads of a block; must divide the width.", low=1)
+    patch: int | None = key(None, "Side of a patch in pixels; must divide the image size.", low=1)
+    seed: int = key(II("seed"), "Seed of the initial weights.", low=0)
+
+
+@dataclass
+class AttentionConfig:
+    norm: str = key("none", "Norm of q and k.", choices=("none", "rms", "l2"))
+    center: bool = key(False, "Subtract the mean before the norm (rms + center = LayerNorm).")
+    axis: str = key("head", "Normalise over a head's channels, or over all heads together.", choices=("head", "all"))
+    gain: str = key(
+        "none",
+        "Learned gain: shared (d,), per_head (H, d); with axis=all either is (H*d,).",
+        choices=("none", "shared", "per_head"),
+    )
+    gain_offset: int = key(0, "0: gain starts at 1. 1: gain is 1 + w and w starts at 0.", choices=(0, 1))
+    bias: bool = key(False, "Learned bias after the gain.")
+    eps: float = key(1e-6, "Added to the mean square before the root, the same in every norm.", above=0.0)
+    norm_dtype: str = key("fp32", "Arithmetic of the norm; the result is cast back.", choices=("fp32", "compute"))
+    scale: str = key(
+        "inv_sqrt_d",
+        "Factor on the dot product.",
+        choices=("inv_sqrt_d", "one", "fixed", "learned", "learned_per_head"),
+    )
+    scale_init: float | None = key(
+        None, "The fixed value, or a learned scale's start; null = log2(N^2 - N).", above=0.0
+    )
+    softcap: float | None = key(None, "Soft-cap of the score; null = none.", above=0.0)
+    score_dtype: str = key("compute", "Precision of the scores in the kernel.", choices=("compute", "fp32"))
+    init: str = key(
+        "timm",
+        "timm: std 0.02. match: W_q, W_k of un-normed variants scaled to RMSNorm's spread of logits at step 0.",
+        choices=("timm", "match"),
+    )
+    backend: str = key(
+        "auto", "Kernel; auto follows the fixed table.", identity=False, choices=("auto", "explicit", "sdpa", "flex")
+    )
+
+
+@dataclass
+class DataConfig:
+    name: str = key("digits", "Data set.", choices=("digits", "synthetic"))
+    image_size: int | None = key(None, "Side of an image in pixels; null = the data set's own.", low=1)
+    classes: int | None = key(None, "Number of classes (synthetic only); null = the data set's own.", low=2)
+    samples: int | None = key(None, "Training images (synthetic only); a quarter more are validation.", low=2)
+    seed: int = key(II("seed"), "Seed of the sample order (and of synthetic images).", low=0)
+    root: str | None = key(None, "Folder of converted data; null = the user's cache folder.", identity=False)
+
+
+@dataclass
+class OptimConfig:
+    name: str = key("adamw", "Optimiser.", choices=("adamw",))
+    lr: float = key(1e-3, "Peak learning rate, reached exactly at the end of the warm-up.", above=0.0)
+    warmup: int = key(0, "Steps of linear warm-up from 0; as long as the run or longer: a ramp.", low=0)
+    schedule: str = key("cosine", "What follows the warm-up.", choices=("cosine", "constant"))
+    weight_decay: float = key(0.0, "Decay of weight matrices; never of gains, biases, learned scales.", low=0.0)
+    decay: str = key(
+        "independent",
+        "independent: decay follows the schedule, not the peak rate; coupled: multiplied by the rate.",
+        choices=("independent", "coupled"),
+    )
+    betas: list[float] = key([0.9, 0.999], "Adam's averaging of gradient and squared gradient, each in [0, 1).")
+    eps: float = key(1e-8, "Adam's epsilon.", above=0.0)
+
+
+@dataclass
+class PrecisionConfig:
+    autocast: str = key("bf16", "Compute type of matrix products under autocast.", choices=("none", "bf16"))
+
+
+@dataclass
+class TrainConfig:
+    steps: int = key(400, "Optimiser steps.", low=1)
+    batch_size: int = key(64, "Images a step.", low=1)
+    clip_norm: float | None = key(None, "Largest gradient norm; null = no clipping.", above=0.0)
+    eval_every: int = key(0, "Validation every so many steps; 0 = at the end only.", identity=False, low=0)
+    checkpoint_every: int = key(0, "Checkpoint every so many steps; 0 = at the end only.", identity=False, low=0)
+
+
+@dataclass
+class ProbeConfig:
+    every: int = key(1, "Probe every so many steps; 0 = never.", identity=False, low=0)
+    images: Any = key("all", "Images of the batch that are measured: a number, or all.", identity=False)
+
+
+@dataclass
+class TrackerConfig:
+    name: str = key("wandb", "Where runs are mirrored.", identity=False, choices=("none", "wandb"))
+    project: str = key("qkexp", "W&B project.", identity=False)
+    mode: str = key(
+        "auto", "auto: online where logged in, else offline.", identity=False, choices=("auto", "online", "offline")
+    )
+
+
+@dataclass
+class RunConfig:
+    """The root of the schema: one run."""
+
+    seed: int = key(0, "Seed of the run; model.seed and data.seed follow it.", low=0)
+    experiment: str | None = key(None, "Name of the experiment that the run belongs to.", identity=False)
+    sweep_name: str | None = key(None, "Folder under output_dir; null = the experiment's name.", identity=False)
+    output_dir: str = key("outputs", "Folder that holds all sweeps.", identity=False)
+    device: str = key("auto", "Where the run computes.", identity=False, choices=("auto", "cpu", "cuda"))
+    model: ModelConfig = field(default_factory=ModelConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+
+
+@dataclass
+class ExperimentConfig(RunConfig):
+    """What an experiment file may say beyond a run: its claims and its figures."""
+
+    expect: Any = key(None, "Claims that `qkexp verify` checks.", identity=False)
+    figures: Any = key(None, "Figures that `qkexp figures` draws; null = all that fit the runs.", identity=False)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One leaf of the schema: dotted name, annotated type, default and what :func:`key` said of it."""
+
+    name: str
+    type: str
+    default: Any
+    meta: dict[str, Any]
+
+
+def keys(schema: type = RunConfig, prefix: str = "") -> Iterator[Key]:
+    """Every leaf key of the schema, depth first in the order of the file."""
+    for f in dataclasses.fields(schema):
+        name = prefix + f.name
+        if f.default_factory is not dataclasses.MISSING and dataclasses.is_dataclass(f.default_factory):
+            yield from keys(f.default_factory, name + ".")  # type: ignore[arg-type]
+        else:
+            default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
+            yield Key(name, str(f.type), default, dict(f.metadata))
+
+
+def to_typed(config: Any) -> RunConfig:
+    """A plain or OmegaConf mapping of run keys -> RunConfig, types checked and interpolations resolved."""
+    merged = OmegaConf.merge(OmegaConf.structured(RunConfig), config)
+    OmegaConf.resolve(merged)
+    typed = OmegaConf.to_object(merged)
+    assert isinstance(typed, RunConfig)
+    return typed
+
+
+def flatten(cfg: RunConfig) -> dict[str, Any]:
+    """RunConfig -> {dotted key: value}."""
+
+    def value(name: str) -> Any:
+        node: Any = cfg
+        for part in name.split("."):
+            node = getattr(node, part)
+        return node
+
+    return {k.name: value(k.name) for k in keys()}
+
+
+def as_dict(cfg: RunConfig) -> dict[str, Any]:
+    """RunConfig -> a plain nested dictionary."""
+    return dataclasses.asdict(cfg)
+
+
+def identity_keys(cfg: RunConfig) -> dict[str, Any]:
+    """The identity keys whose values differ from the schema's defaults."""
+    defaults = flatten(to_typed({"seed": cfg.seed}))
+    defaults["seed"] = 0
+    chosen = flatten(cfg)
+    return {k.name: chosen[k.name] for k in keys() if k.meta["identity"] and chosen[k.name] != defaults[k.name]}
+
+
+def identity(cfg: RunConfig) -> str:
+    """Hash of :func:`identity_keys` and the schema's version: what makes two runs the same run."""
+    text = json.dumps({"schema": SCHEMA_VERSION, **identity_keys(cfg)}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# ---------------------------------------------------------------- names
+
+
+# keys that make a variant's name, with what each base name stands for
+_BASES: dict[tuple[str, bool], tuple[str, dict[str, Any]]] = {
+    ("none", False): ("none", {}),
+    ("rms", True): ("layernorm", {"gain": "shared"}),
+    ("rms", False): ("rmsnorm", {"gain": "shared"}),
+    ("l2", False): ("l2", {"scale": "learned"}),
+    ("l2", True): ("l2_centred", {"scale": "learned"}),
+}
+_NOT_NAMED = {"norm", "center", "softcap", "init", "backend"}
+
+
+def variant(attention: AttentionConfig) -> str:
+    """The name of an attention variant, from its keys: ``rmsnorm_softcap``, ``layernorm_axis-all``, …"""
+    base, expected = _BASES[attention.norm, attention.center]
+    name = base
+    if attention.softcap is not None:
+        name = "softcap" if base == "none" else f"{base}_softcap"
+        if attention.softcap != 50.0:
+            name += slug(f"{attention.softcap:g}")
+    for f in dataclasses.fields(AttentionConfig):
+        value = getattr(attention, f.name)
+        if f.name not in _NOT_NAMED and value != expected.get(f.name, f.default):
+            name += "_" + slug(f"{f.name.replace('_', '')}-{value}")
+    return name
+
+
+def slug(text: str) -> str:
+    """Text -> [a-z0-9_-], for directory names that no other tool trips over."""
+    return "".join(c if c.isalnum() or c in "-_" else {".": "p"}.get(c, "") for c in text.lower())
+
+
+def run_name(cfg: RunConfig) -> str:
+    """Directory name of a run: variant, rate, seed and the identity's first six digits."""
+    rate = f"{cfg.optim.lr:.0e}" if float(f"{cfg.optim.lr:.0e}") == cfg.optim.lr else f"{cfg.optim.lr:.3e}"
+    return f"{variant(cfg.attention)}-lr{slug(rate)}-seed{cfg.seed}-{identity(cfg)[:6]}"
+
+
+# ---------------------------------------------------------------- checks
+
+
+def check(cfg: RunConfig) -> None:
+    """Refuse values and combinations without meaning, naming key, value and what is accepted.
+
+    Raises:
+        ConfigError: with the first key that is not accepted.
+    """
+    values = flatten(cfg)
+    for k in keys():
+        _check_value(k, values[k.name])
+    _check_combinations(cfg)
+
+
+def accepted(k: Key) -> str:
+    """What a key accepts, in words."""
+    if k.meta["choices"] is not None:
+        return " | ".join(str(c) for c in k.meta["choices"])
+    kind = k.type.replace("| None", "").strip()
+    words = {"int": "a whole number", "float": "a finite number", "bool": "true | false", "str": "a text"}
+    text = words.get(kind, kind)
+    for bound, sign in (("low", ">="), ("above", ">"), ("below", "<")):
+        if k.meta[bound] is not None:
+            text += f" {sign} {k.meta[bound]:g}"
+    return text + (", or null" if "None" in k.type else "")
+
+
+def _check_value(k: Key, value: Any) -> None:
+    meta = k.meta
+    if value is None:
+        if "None" not in k.type and k.type != "Any":
+            raise ConfigError(k.name, value, accepted(k))
+        return
+    if meta["choices"] is not None and value not in meta["choices"]:
+        raise ConfigError(k.name, value, accepted(k))
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        bad = not math.isfinite(value)
+        bad = bad or (meta["low"] is not None and value < meta["low"])
+        bad = bad or (meta["above"] is not None and value <= meta["above"])
+        bad = bad or (meta["below"] is not None and value >= meta["below"])
+        if bad:
+            raise ConfigError(k.name, value, accepted(k))
+
+
+def _check_combinations(cfg: RunConfig) -> None:
+    a, p, o, d = cfg.attention, cfg.probe, cfg.optim, cfg.data
+    if a.norm == "none":
+        for name, neutral in (("center", False), ("axis", "head"), ("gain", "none"), ("bias", False)):
+            if getattr(a, name) != neutral:
+                raise ConfigError(
+                    f"attention.{name}", getattr(a, name), f"{neutral} while attention.norm=none (there is no norm)"
+                )
+    if a.gain == "none" and a.gain_offset:
+        raise ConfigError("attention.gain_offset", a.gain_offset, "0 while attention.gain=none (there is no gain)")
+    if a.scale in ("inv_sqrt_d", "one") and a.scale_init is not None:
+        raise ConfigError("attention.scale_init", a.scale_init, f"null while attention.scale={a.scale}")
+    if a.backend == "sdpa" and a.softcap is not None:
+        raise ConfigError("attention.backend", a.backend, "auto | explicit | flex while attention.softcap is set")
+    if a.backend == "sdpa" and a.score_dtype != "compute":
+        raise ConfigError("attention.backend", a.backend, "auto | explicit while attention.score_dtype=fp32")
+    if a.backend == "flex" and cfg.device != "cuda":
+        raise ConfigError("attention.backend", a.backend, "auto | explicit | sdpa unless device=cuda")
+    if len(o.betas) != 2 or not all(isinstance(b, float) and 0.0 <= b < 1.0 for b in o.betas):
+        raise ConfigError("optim.betas", o.betas, "two numbers in [0, 1)")
+    count = isinstance(p.images, int) and not isinstance(p.images, bool) and p.images >= 1
+    if p.images != "all" and not count:
+        raise ConfigError("probe.images", p.images, "all, or a whole number >= 1")
+    m = cfg.model
+    if m.width is not None and m.heads is not None and m.width % m.heads:
+        raise ConfigError("model.heads", m.heads, f"a divisor of model.width={m.width}")
+    if d.name == "digits":
+        for name, fixed in (("image_size", 8), ("classes", 10), ("samples", 1437)):
+            if getattr(d, name) not in (None, fixed):
+                raise ConfigError(f"data.{name}", getattr(d, name), f"null or {fixed} while data.name=digits")
+    size = d.image_size or {"digits": 8, "synthetic": 32}[d.name]
+    if m.patch is not None and size % m.patch:
+        raise ConfigError("model.patch", m.patch, f"a divisor of the image size {size}")

@@ -1,0 +1,1 @@
+"""What is trained: ViTs whose variants differ only inside attention."""

@@ -1,0 +1,149 @@
+"""A timm VisionTransformer by name, with our blocks inside and the same start for every variant."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import timm
+import torch
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+
+from qkexp.config import ConfigError, RunConfig
+from qkexp.model.attention import Attention
+from qkexp.model.blocks import PreNormBlock
+from qkexp.model.core import per_head
+from qkexp.model.qk_norm import QKNorm
+
+
+def build_vit(cfg: RunConfig, *, image_size: int, channels: int, classes: int, like: Tensor | None = None) -> nn.Module:
+    """Build the configured ViT on the CPU in float32.
+
+    Initial weights are timm's (truncated normal, std 0.02) and depend on ``model.seed`` alone, so
+    variants differ only inside attention. With ``attention.init=match``, W_q and W_k of a variant
+    without norm are then scaled (:func:`match_logit_spread`).
+
+    Args:
+        cfg: a checked configuration.
+        image_size, channels, classes: of the data.
+        like: images (B, channels, size, size) on which ``init=match`` measures; required by it.
+
+    Raises:
+        ConfigError: a name that is not a plain timm VisionTransformer, or sizes that do not fit.
+    """
+    m = cfg.model
+    sizes = {"embed_dim": m.width, "depth": m.depth, "num_heads": m.heads, "patch_size": m.patch}
+    overrides = {k: v for k, v in sizes.items() if v is not None}
+    _require_plain(m.name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(m.seed)
+        try:
+            vit = timm.create_model(
+                m.name,
+                img_size=image_size,
+                in_chans=channels,
+                num_classes=classes,
+                block_fn=functools.partial(
+                    PreNormBlock, attention=cfg.attention, tokens=_tokens(m.name, overrides, image_size)
+                ),
+                **overrides,
+            )
+        except (ValueError, AssertionError) as error:
+            raise ConfigError("model", {"name": m.name, **overrides}, f"sizes that fit together ({error})") from None
+    if cfg.attention.init == "match" and cfg.attention.norm == "none":
+        if like is None:
+            raise ValueError("attention.init=match needs images to measure the spread of logits on")
+        match_logit_spread(vit, like)
+    return vit
+
+
+def attention_layers(model: nn.Module) -> dict[str, Attention]:
+    """Name -> our attention modules, in forward order."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, Attention)}
+
+
+def _require_plain(name: str) -> None:
+    """Refuse names whose model is not a plain VisionTransformer: our blocks would change what it is."""
+    if not timm.is_model(name):
+        near = timm.list_models(f"{name.split('_')[0]}_*patch16_224")[:4]
+        raise ConfigError(
+            "model.name", name, f"a timm model name, such as {', '.join(near or ['vit_tiny_patch16_224'])}"
+        )
+    with torch.device("meta"):
+        try:
+            probe = timm.create_model(name, depth=1)
+        except TypeError:
+            probe = None
+    if type(probe) is not VisionTransformer or type(probe.blocks[0]) is not Block:
+        kind = type(probe).__name__ if probe is not None else "its own kind"
+        raise ConfigError(
+            "model.name", name, f"a plain timm VisionTransformer (this one is {kind} or has its own blocks)"
+        )
+
+
+def _tokens(name: str, overrides: dict[str, int], image_size: int) -> int:
+    """Tokens a query attends to, class and register tokens included."""
+    with torch.device("meta"):
+        vit = timm.create_model(name, img_size=image_size, **{**overrides, "depth": 1})
+    return vit.patch_embed.num_patches + vit.num_prefix_tokens
+
+
+# ---------------------------------------------------------------- the same start for every variant
+
+
+def row_spread(q: Tensor, k: Tensor, scale: float | Tensor) -> Tensor:
+    """Root mean square deviation of a score from its row's mean, over images, heads and rows (scalar).
+
+    Softmax ignores a row's offset, so this, not the plain standard deviation, is what it feels.
+    """
+    z = (q.float() * per_head(scale)) @ k.float().transpose(-2, -1)
+    return (z - z.mean(-1, keepdim=True)).square().mean().sqrt()
+
+
+@torch.no_grad()
+def match_logit_spread(vit: nn.Module, images: Tensor) -> None:
+    """Scale W_q and W_k so that every layer's logits spread at step 0 as under RMSNorm.
+
+    timm's init gives un-normed arms tiny ‖q‖ and uniform attention while a norm starts sharper; that
+    alone separates the arms at low rates and is not stability. The target is measured in this very
+    model with weightless RMSNorms put in place; then layers are scaled from the first to the last,
+    because a layer's input depends on the attention before it.
+    """
+    layers = list(attention_layers(vit).values())
+    with _rms_normed(layers):
+        targets = _spreads(vit, images)
+    for depth, layer in enumerate(layers):
+        factor = (targets[depth] / _spreads(vit, images)[depth]).sqrt()
+        for parameter in layer.qkv.parameters():
+            parameter[: 2 * layer.heads * layer.head_dim] *= factor
+
+
+@contextmanager
+def _rms_normed(layers: list[Attention]) -> Iterator[None]:
+    kept = [(layer.q_norm, layer.k_norm, layer.fixed_scale) for layer in layers]
+    for layer in layers:
+        layer.q_norm = QKNorm(layer.heads, layer.head_dim, gain="none")
+        layer.k_norm = QKNorm(layer.heads, layer.head_dim, gain="none")
+        layer.fixed_scale = layer.head_dim**-0.5
+    try:
+        yield
+    finally:
+        for layer, (q_norm, k_norm, scale) in zip(layers, kept, strict=True):
+            layer.q_norm, layer.k_norm, layer.fixed_scale = q_norm, k_norm, scale
+
+
+def _spreads(vit: nn.Module, images: Tensor) -> list[Tensor]:
+    """:func:`row_spread` of every layer in one forward pass."""
+    found: list[Tensor] = []
+    handles = [
+        layer.core.register_forward_pre_hook(lambda _m, a: found.append(row_spread(a[0], a[1], a[3])))
+        for layer in attention_layers(vit).values()
+    ]
+    try:
+        vit(images)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found

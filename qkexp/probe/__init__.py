@@ -1,0 +1,1 @@
+"""What is measured: statistics of attention per layer and head."""

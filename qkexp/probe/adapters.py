@@ -1,0 +1,78 @@
+"""How the probe reads an attention module: one small class for each kind of module.
+
+An adapter finds its modules in a model and attaches hooks that hand over what the softmax saw. The
+contract of :class:`Capture` is all that the statistics know of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from qkexp.model.attention import Attention
+from qkexp.model.core import Scale, ScoreSpec
+from qkexp.probe.stats import vector_norms
+
+
+@dataclass
+class Capture:
+    """What one forward pass of one attention layer showed; tensors are detached, nothing large is copied."""
+
+    q: Tensor  # (B, H, N, d) as it enters the dot product
+    k: Tensor  # (B, H, M, d)
+    q_length: Tensor  # (B, N, H) ‖q‖₂ of the projection, before any norm
+    k_length: Tensor  # (B, M, H)
+    scale: Scale  # the factor on q·k
+    spec: ScoreSpec  # cap and precision of the score
+
+
+class Listener(Protocol):
+    """What an adapter's hooks need of the probe."""
+
+    active: bool  # whether to look at all
+
+    def take(self, x: Tensor) -> Tensor:
+        """Detach, and keep the images (first axis) that are measured."""
+        ...
+
+
+class QkexpAdapter:
+    """This project's own attention: q̂, k̂ and scale from the core's arguments, raw ones from the norms' inputs."""
+
+    @staticmethod
+    def find(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Names and modules, in forward order."""
+        return ((name, m) for name, m in model.named_modules() if isinstance(m, Attention))
+
+    @staticmethod
+    def attach(module: nn.Module, listener: Listener, sink: Callable[[Capture], None]) -> list[RemovableHandle]:
+        """Hooks that call ``sink`` with a :class:`Capture` at each forward pass while the listener is active."""
+        assert isinstance(module, Attention)
+        lengths: dict[str, Tensor] = {}
+
+        def measure(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+            def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+                if listener.active:  # at once: the projection is still in cache
+                    lengths[name] = vector_norms(listener.take(args[0]))
+
+            return hook
+
+        def core_hook(_module: nn.Module, args: tuple[Tensor, Tensor, Tensor, Scale]) -> None:
+            if listener.active:
+                q, k, _, scale = args
+                scale = scale.detach() if isinstance(scale, Tensor) else scale
+                lq, lk = lengths.pop("q"), lengths.pop("k")
+                sink(Capture(listener.take(q), listener.take(k), lq, lk, scale, module.core.spec))
+
+        return [
+            module.q_norm.register_forward_pre_hook(measure("q")),
+            module.k_norm.register_forward_pre_hook(measure("k")),
+            module.core.register_forward_pre_hook(core_hook),
+        ]
+
+
+ADAPTERS = (QkexpAdapter,)

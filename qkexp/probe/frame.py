@@ -1,0 +1,102 @@
+"""One probed step: metrics of every layer and head, still on the device until it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qkexp.probe.metrics import METRICS, NAMES
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers of one shape: their indices in forward order, and metrics (metric, layer, head)."""
+
+    layers: tuple[int, ...]
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Frame:
+    """All metrics of one step. NaN stands for "not measured" and leaves as an absent value."""
+
+    step: int
+    phase: str
+    names: tuple[str, ...]
+    groups: tuple[Group, ...]
+
+    def scalars(self) -> dict[str, float]:
+        """``attn/L00/<metric>`` -> the layer's value (heads reduced); absent ones are left out."""
+        out = {}
+        for group in self.groups:
+            values = layer_values(to_numpy(group.values))
+            for place, layer in enumerate(group.layers):
+                for metric, value in zip(NAMES, values[:, place], strict=True):
+                    if np.isfinite(value):
+                        out[f"attn/L{layer:02d}/{metric}"] = float(value)
+        return out
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A row a layer and head: step, phase, layer, module, head and the metrics."""
+        import pandas as pd  # not at import: it starts threads, and runs are forked
+
+        return pd.DataFrame(columns([self]))
+
+
+def to_numpy(x: Tensor) -> np.ndarray:
+    """Device tensor of any dtype -> float32 NumPy: the one place where telemetry synchronises."""
+    return x.detach().float().cpu().numpy()
+
+
+def columns(frames: Sequence[Frame]) -> dict[str, np.ndarray | list[str]]:
+    """Frames -> columns of attention.parquet, ordered by step, layer and head."""
+    steps, phases, layers, modules, heads, values = [], [], [], [], [], []
+    for frame in frames:
+        by_layer = {layer: (g, i) for g in frame.groups for i, layer in enumerate(g.layers)}
+        for layer, (group, place) in sorted(by_layer.items()):
+            count = group.values.shape[2]
+            steps.append(np.full(count, frame.step, np.int32))
+            layers.append(np.full(count, layer, np.int32))
+            heads.append(np.arange(count, dtype=np.int32))
+            phases += [frame.phase] * count
+            modules += [frame.names[layer]] * count
+            values.append(group.values[:, place])
+    table = to_numpy(torch.cat(values, dim=1))
+    return {
+        "step": np.concatenate(steps),
+        "phase": phases,
+        "layer": np.concatenate(layers),
+        "module": modules,
+        "head": np.concatenate(heads),
+        **{name: table[i] for i, name in enumerate(NAMES)},
+    }
+
+
+def layer_values(values: np.ndarray) -> np.ndarray:
+    """Reduce heads as each metric declares: (metric, ..., head) -> (metric, ...).
+
+    A head that was not measured is left out; a layer of which no head was measured is NaN.
+    """
+    out = np.full(values.shape[:-1], np.nan, values.dtype)
+    size = values[NAMES.index("max_abs_logit")]
+    worst = np.where(np.isnan(size), -1.0, size).argmax(-1)[..., None]
+    with np.errstate(all="ignore"):
+        for i, metric in enumerate(METRICS):
+            measured = ~np.isnan(values[i])
+            some = measured.any(-1)
+            if metric.heads == "max":
+                out[i] = np.where(measured, values[i], -np.inf).max(-1)
+            elif metric.heads == "max_pair":
+                out[i] = np.take_along_axis(values[i], worst, -1)[..., 0]
+            else:
+                out[i] = np.where(measured, values[i], 0.0).sum(-1) / measured.sum(-1)
+            out[i] = np.where(some, out[i], np.nan)
+    return out

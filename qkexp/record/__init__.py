@@ -1,0 +1,1 @@
+"""What is kept: run directories, written, read and mirrored."""

@@ -1,0 +1,215 @@
+"""Reads run directories, finished or alive, into DataFrames."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from qkexp.config import RunConfig, UserError, flatten, identity, keys, to_typed, variant
+from qkexp.probe.frame import layer_values
+from qkexp.probe.metrics import NAMES
+from qkexp.record.run import SCALARS
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run directory. Tables are read when they are first asked for."""
+
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.yaml as a nested dictionary."""
+        text = (self.directory / "config.yaml").read_text()
+        loaded = yaml.safe_load(text)
+        return loaded
+
+    @cached_property
+    def typed(self) -> RunConfig:
+        return to_typed(self.config)
+
+    @cached_property
+    def outcome(self) -> dict[str, Any] | None:
+        """outcome.json, or None while there is none (or it is torn)."""
+        return read_json(self.directory / "outcome.json")
+
+    @cached_property
+    def provenance(self) -> dict[str, Any]:
+        return read_json(self.directory / "provenance.json") or {}
+
+    @cached_property
+    def scalars(self) -> pd.DataFrame:
+        """A row a step; columns as in scalars.parquet, NaN where a step has no value."""
+        return _read(self.directory, "scalars", SCALARS.names)
+
+    @cached_property
+    def attention(self) -> pd.DataFrame:
+        """A row per probed step, layer and head: step, phase, layer, module, head and the metrics."""
+        return _read(self.directory, "attention", ["step", "phase", "layer", "module", "head", *NAMES])
+
+    @cached_property
+    def events(self) -> pd.DataFrame:
+        """step, kind, layer, head, value, threshold."""
+        path = self.directory / "events.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        columns = ["step", "kind", "layer", "head", "value", "threshold"]
+        return pd.DataFrame([json.loads(line) for line in lines if line.endswith("}")], columns=columns)
+
+    @property
+    def variant(self) -> str:
+        return variant(self.typed.attention)
+
+    @property
+    def lr(self) -> float:
+        return self.typed.optim.lr
+
+    @property
+    def seed(self) -> int:
+        return self.typed.seed
+
+    @property
+    def status(self) -> str:
+        return self.outcome["status"] if self.outcome else "unfinished"
+
+    @property
+    def final_val_loss(self) -> float:
+        """Validation loss after the last step; +inf where the run ended early or was not finite."""
+        value = (self.outcome or {}).get("final", {}).get("val_loss")
+        return math.inf if value is None else float(value)
+
+    @cached_property
+    def layers(self) -> Layers:
+        return Layers.of(self.attention)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Attention metrics as arrays (step, layer): heads reduced as each metric declares."""
+
+    steps: np.ndarray
+    layers: np.ndarray
+    values: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, table: pd.DataFrame) -> Layers:
+        """Rows of attention.parquet -> arrays; layers may have different numbers of heads."""
+        table = table[table.phase == "train"]
+        steps, layers = np.unique(table.step), np.unique(table.layer)
+        values = {name: np.full((len(steps), len(layers)), np.nan) for name in NAMES}
+        for column, layer in enumerate(layers):
+            part = table[table.layer == layer].sort_values(["step", "head"])
+            at = np.searchsorted(steps, part.step.unique())
+            heads = part["head"].nunique()
+            cube = part[list(NAMES)].to_numpy(np.float64).reshape(-1, heads, len(NAMES)).transpose(2, 0, 1)
+            for name, value in zip(NAMES, layer_values(cube), strict=True):
+                values[name][at, column] = value
+        return cls(steps, layers, values)
+
+    def __getitem__(self, metric: str) -> np.ndarray:
+        return self.values[metric]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A directory of runs."""
+
+    directory: Path
+    all: dict[str, Run]
+
+    def __getitem__(self, name: str) -> Run:
+        return self.all[name]
+
+    @cached_property
+    def runs(self) -> pd.DataFrame:
+        """A row a run: directory, identity, status, identity keys (dotted) and final figures."""
+        return pd.DataFrame([_summary(run) for run in self.all.values()])
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        return read_json(self.directory / "plan.json") or {}
+
+
+def load_run(directory: str | Path) -> Run:
+    """Open one run directory.
+
+    Raises:
+        UserError: there is no run.
+    """
+    path = Path(directory)
+    if not (path / "config.yaml").is_file():
+        raise UserError(f"{path}: not a run directory (it has no config.yaml)")
+    return Run(path)
+
+
+def load_sweep(directory: str | Path) -> Sweep:
+    """Open a directory of runs: those of its plan, or every run in it where there is none.
+
+    Raises:
+        UserError: there is no run.
+    """
+    path = Path(directory)
+    plan = read_json(path / "plan.json")
+    found = {p.parent.name: Run(p.parent) for p in sorted(path.glob("*/config.yaml"))}
+    if plan:
+        found = {name: found[name] for name in (r["name"] for r in plan["runs"]) if name in found}
+    if not found:
+        raise UserError(f"{path}: no runs here (a sweep directory holds one directory a run)")
+    return Sweep(path, found)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object, or None where the file is absent or torn."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    values = flatten(run.typed)
+    outcome = run.outcome or {}
+    final = outcome.get("final", {})
+    return {
+        "directory": str(run.directory),
+        "name": run.name,
+        "identity": identity(run.typed),
+        "variant": run.variant,
+        "status": run.status,
+        "reason": outcome.get("reason"),
+        "step": outcome.get("step"),
+        **{k.name: values[k.name] for k in keys() if k.meta["identity"]},
+        "final_loss": final.get("loss"),
+        "lowest_loss": final.get("lowest_loss"),
+        "final_val_loss": run.final_val_loss,
+        "final_val_accuracy": final.get("val_accuracy"),
+        "wall_seconds": outcome.get("wall_seconds"),
+    }
+
+
+def _read(directory: Path, name: str, names: list[str]) -> pd.DataFrame:
+    whole = directory / f"{name}.parquet"
+    paths = [whole] if whole.is_file() else sorted((directory / "parts").glob(f"{name}-*.parquet"))
+    tables = []
+    for path in paths:
+        try:
+            tables.append(pq.ParquetFile(path).read())
+        except (pa.ArrowInvalid, OSError):  # torn, or merged away since it was listed
+            continue
+    if not tables:
+        return pd.DataFrame({n: pd.Series(dtype="float64") for n in names})
+    table = pa.concat_tables(tables, promote_options="default")
+    return table.to_pandas()

@@ -1,0 +1,161 @@
+"""One run in one process: lock, log, train, outcome. A crash takes this run with it and no other."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qkexp.config import RunConfig, UserError, to_typed
+from qkexp.record.load import read_json
+from qkexp.record.run import RunWriter, write_json
+from qkexp.sweep.status import FINISHED, alive
+from qkexp.train import data as datasets
+from qkexp.train.loop import train
+from qkexp.train.precision import resolve
+
+log = logging.getLogger("qkexp")
+DONE, CRASHED, WRONG_INPUT, BUSY, INTERRUPTED = 0, 1, 2, 74, 75
+
+
+def run_planned(plan: str, name: str, threads: int, provenance: dict[str, Any], again: bool) -> None:
+    """A worker's entry: train run ``name`` of a plan file and exit with a code."""
+    directory = Path(plan).parent / name
+    directory.mkdir(exist_ok=True)
+    with (directory / "log.txt").open("a") as file:  # also what C libraries print when they die
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which asks us to stop
+    _stop_with_parent()
+    torch.set_num_threads(threads)
+    entry = next(r for r in json.loads(Path(plan).read_text())["runs"] if r["name"] == name)
+    sys.exit(execute(to_typed(entry["config"]), directory, provenance, again=again))
+
+
+def execute(cfg: RunConfig, directory: Path, provenance: dict[str, Any], *, again: bool = False) -> int:
+    """Train a configuration into a directory. Returns DONE, CRASHED, BUSY or INTERRUPTED."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if not _acquire(directory, cfg.train.steps):
+        return BUSY
+    try:
+        outcome = read_json(directory / "outcome.json")
+        if outcome and outcome.get("status") in FINISHED and not again:
+            return DONE  # another launcher was faster
+        return _train(cfg, directory, provenance)
+    finally:
+        (directory / "lock").unlink(missing_ok=True)
+
+
+def _train(cfg: RunConfig, directory: Path, provenance: dict[str, Any]) -> int:
+    keep_heap()
+    handler = logging.FileHandler(directory / "log.txt")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    start = time.monotonic()
+    try:
+        resolve(cfg)
+        facts = {**provenance, "device": _device_name(cfg.device), "threads": torch.get_num_threads()}
+        record = RunWriter(directory, cfg, facts)
+        log.info("training %s", directory.name)
+        with _signals() as stop:
+            outcome = train(cfg, datasets.load(cfg.data), record, stop)
+        record.finish(outcome)
+        log.info("%s after %d steps: %s", outcome["status"], outcome["step"], outcome["reason"])
+        return INTERRUPTED if outcome["status"] == "interrupted" else DONE
+    except UserError as error:
+        fail(directory, str(error), cfg.train.steps, time.monotonic() - start)
+        log.error("%s", error)
+        return CRASHED
+    except BaseException as error:
+        log.error("crashed\n%s", traceback.format_exc())
+        code = error.code if isinstance(error, SystemExit) else None
+        what = f"called sys.exit({code})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+        fail(directory, what, cfg.train.steps, time.monotonic() - start)
+        return CRASHED
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+
+
+def fail(directory: Path, reason: str, steps: int, seconds: float | None = None) -> None:
+    """Record that a run failed; its tables stay as parts, which readers load."""
+    lock = read_json(directory / "lock") or {}
+    outcome = {"status": "failed", "reason": reason, "step": lock.get("step", 0), "steps": steps}
+    write_json(directory / "outcome.json", {**outcome, "final": {}, "best": {}, "wall_seconds": seconds})
+
+
+def keep_heap() -> None:
+    """Keep freed memory in the process (glibc), instead of returning it to the system after each tensor.
+
+    A CPU step allocates and frees the same megabytes again and again; without this the page faults
+    cost 8 % of a micro step and 40 % of its probe (EXPERIMENTS.md).
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+        mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
+
+
+def _acquire(directory: Path, steps: int) -> bool:
+    """Take the run's lock; a lock whose holder is dead is taken over."""
+    path = directory / "lock"
+    state = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "step": 0, "steps": steps}
+    for _ in range(2):
+        try:
+            with path.open("x") as file:
+                file.write(json.dumps(state))
+            return True
+        except FileExistsError:
+            held = read_json(path)
+            if held is not None and alive(held):
+                return False
+            path.unlink(missing_ok=True)
+    return False
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[Any]:
+    """SIGTERM and SIGINT ask the loop to stop after its step; yields the loop's ``stop``."""
+    asked: list[str] = []
+    previous = {}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if number == signal.SIGINT and signal.getsignal(number) == signal.SIG_IGN:
+            continue
+        previous[number] = signal.signal(number, lambda n, _: asked.append(f"stopped by {signal.Signals(n).name}"))
+    try:
+        yield lambda: asked[0] if asked else None
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _stop_with_parent() -> None:
+    """Ask this run to stop when the launcher dies, so that no orphan trains on."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if parent is not None:
+        threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else "cpu"

@@ -1,0 +1,1 @@
+"""How it is trained: the loop and what it needs."""

@@ -1,0 +1,220 @@
+"""The training loop, top to bottom."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qkexp.config import RunConfig
+from qkexp.model.vit import build_vit
+from qkexp.probe.frame import Frame, layer_values, to_numpy
+from qkexp.probe.metrics import NAMES
+from qkexp.probe.probe import AttentionProbe
+from qkexp.train.data import Dataset, Split, batch_indices, check_batch
+from qkexp.train.events import Detector, Event
+from qkexp.train.optim import PARTS, Updater
+from qkexp.train.outcome import final_figures, judge
+from qkexp.train.precision import autocast
+
+EVAL_BATCH = 256
+
+
+class Recorder(Protocol):
+    """What the loop needs of whoever keeps the run; :class:`qkexp.record.run.RunWriter` is one."""
+
+    def row(self, row: dict[str, float]) -> None: ...
+    def frame(self, frame: Frame) -> None: ...
+    def event(self, event: Event) -> None: ...
+    def note(self, **facts: Any) -> None: ...
+    def flush_due(self) -> bool: ...
+    def flush(self) -> list[Frame]: ...
+    def checkpoint(self, step: int, state: dict[str, Any]) -> None: ...
+
+
+def train(cfg: RunConfig, data: Dataset, record: Recorder, stop: Callable[[], str | None]) -> dict[str, Any]:
+    """Train one run and return its outcome.
+
+    A step whose loss or gradient is not finite ends the run before it touches the weights; the tables
+    then hold every step before it.
+
+    Args:
+        cfg: a checked and resolved configuration.
+        data: images and labels.
+        record: takes rows, frames, events and checkpoints.
+        stop: asked after each step; a text means "stop now, for this reason".
+
+    Returns:
+        The content of outcome.json but for the wall time; ``step`` is the number of rows recorded.
+    """
+    device, steps, batch_size = torch.device(cfg.device), cfg.train.steps, cfg.train.batch_size
+    check_batch(batch_size, len(data.train))
+
+    def indices(step: int) -> Tensor:
+        return torch.from_numpy(batch_indices(cfg.data.seed, step, len(data.train), batch_size))
+
+    first_images = data.train.images[indices(0)]
+    model = build_vit(
+        cfg, image_size=data.image_size, channels=data.channels, classes=data.classes, like=first_images
+    ).to(device)
+    constant_loss = data.train.constant_loss(data.classes)
+    data = data.to(device)
+    probe = AttentionProbe(model, every=cfg.probe.every, images=cfg.probe.images)
+    updater = Updater(model, cfg.optim, steps)
+    detector = Detector(steps)
+    losses: list[float] = []
+    validation: dict[str, float] = {}
+    best: dict[str, float] = {}
+    nonfinite: str | None = None
+    stopped: str | None = None
+
+    def flush() -> None:
+        for event in detect(detector, record.flush()):
+            record.event(event)
+
+    def save(done: int) -> None:
+        flush()
+        record.checkpoint(done, {"model": model.state_dict(), "optimizer": updater.optimizer.state_dict()})
+
+    model.train()
+    for step in range(steps):
+        start = time.perf_counter()
+        take = indices(step).to(device)
+        images, labels = data.train.images[take], data.train.labels[take]
+
+        with probe.step(step):
+            with autocast(cfg.precision, cfg.device):
+                logits = model(images)
+            logits = logits.float()
+            loss = F.cross_entropy(logits, labels)
+            loss.backward()
+        if probe.frame is not None:
+            record.frame(probe.frame)
+        if step == 0:
+            record.note(dtypes=dtypes(model, logits, cfg))
+
+        norms = updater.grad_norms()
+        if cfg.train.clip_norm is not None:
+            updater.clip(cfg.train.clip_norm, norms.total)
+        seen = [loss, norms.total, *norms.parts, *output_figures(logits)]
+        values = torch.stack([v.detach().double() for v in seen]).tolist()  # the step's one synchronisation
+        if not (math.isfinite(values[0]) and math.isfinite(values[1])):
+            what = "loss" if not math.isfinite(values[0]) else "grad_norm"
+            nonfinite = f"{what} is {values[0] if what == 'loss' else values[1]} at step {step}"
+            break
+        lr, update_rms, param_norm = updater.step(step)
+        row = {
+            "step": step,
+            "loss": values[0],
+            "lr": lr,
+            "grad_norm": values[1],
+            "param_norm": float(param_norm),
+            "update_rms": float(update_rms),
+            **{f"grad_norm_{part}": v for part, v in zip(PARTS, values[2:6], strict=True)},
+            "out_logit_absmax": values[6],
+            "out_logz_mean": values[7],
+            "probe_seconds": probe.seconds,
+        }
+        row["step_seconds"] = time.perf_counter() - start - probe.seconds
+        losses.append(values[0])
+
+        done = step + 1
+        if done == steps or (cfg.train.eval_every and done % cfg.train.eval_every == 0):
+            validation = evaluate(model, data.val, cfg)
+            row |= validation
+            best = _better(best, validation)
+        record.row(row)
+        if record.flush_due():
+            flush()
+        if cfg.train.checkpoint_every and done % cfg.train.checkpoint_every == 0 and done < steps:
+            save(done)
+        stopped = stop() if done < steps else None
+        if stopped is not None:
+            break
+
+    probe.detach()
+    if nonfinite is None:
+        save(len(losses))
+    else:
+        flush()
+        record.event(Event(len(losses), "nonfinite", value=None))
+    if stopped is not None:
+        status, reason = "interrupted", stopped
+    else:
+        status, reason = judge(losses, constant_loss, nonfinite)
+    finished = status in ("completed", "diverged") and nonfinite is None
+    return {
+        "status": status,
+        "reason": reason,
+        "step": len(losses),
+        "steps": steps,
+        "constant_loss": constant_loss,
+        "final": {
+            **final_figures(losses),
+            "val_loss": validation["val_loss"] if finished else None,
+            "val_accuracy": validation["val_accuracy"] if finished else None,
+        },
+        "best": best,
+    }
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, split: Split, cfg: RunConfig) -> dict[str, float]:
+    """Mean cross-entropy (nats) and accuracy on a split, and the seconds it took."""
+    start = time.perf_counter()
+    model.eval()
+    loss, right = 0.0, 0
+    for at in range(0, len(split), EVAL_BATCH):
+        images, labels = split.images[at : at + EVAL_BATCH], split.labels[at : at + EVAL_BATCH]
+        with autocast(cfg.precision, cfg.device):
+            logits = model(images)
+        loss += F.cross_entropy(logits.float(), labels, reduction="sum").item()
+        right += int((logits.argmax(-1) == labels).sum())
+    model.train()
+    return {
+        "val_loss": loss / len(split),
+        "val_accuracy": right / len(split),
+        "eval_seconds": time.perf_counter() - start,
+    }
+
+
+def output_figures(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest |output logit| and mean log-partition: where output-logit divergence shows (Wortsman et al. 2023)."""
+    logits = logits.detach()
+    return logits.abs().max(), logits.logsumexp(-1).mean()
+
+
+def detect(detector: Detector, frames: list[Frame]) -> list[Event]:
+    """Feed probed steps to the detector, in order."""
+    events: list[Event] = []
+    if not frames:
+        return events
+    wanted = [NAMES.index("max_abs_logit"), NAMES.index("entropy_frac")]
+    pairs = np.full((len(frames), len(frames[0].names), 2), np.nan)  # (step, layer, metric)
+    for number, group in enumerate(frames[0].groups):
+        values = to_numpy(torch.stack([frame.groups[number].values for frame in frames], dim=1))
+        pairs[:, list(group.layers)] = layer_values(values)[wanted].transpose(1, 2, 0)
+    for frame, layers in zip(frames, pairs, strict=True):
+        events += detector.feed(frame.step, layers[:, 0], layers[:, 1])
+    return events
+
+
+def dtypes(model: nn.Module, logits: Tensor, cfg: RunConfig) -> dict[str, str]:
+    """Where each arithmetic was, as far as the first step shows it."""
+    weights = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    return {"weights": ",".join(weights), "autocast": cfg.precision.autocast, "loss": str(logits.dtype)[6:]}
+
+
+def _better(best: dict[str, float], new: dict[str, float]) -> dict[str, float]:
+    if not best:
+        return {k: new[k] for k in ("val_loss", "val_accuracy")}
+    return {
+        "val_loss": min(best["val_loss"], new["val_loss"]),
+        "val_accuracy": max(best["val_accuracy"], new["val_accuracy"]),
+    }
