@@ -20,7 +20,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -60,6 +60,7 @@ class Sweep:
     name: str
     experiment: str | None
     output_dir: Path
+    launcher_name: str
     launcher: dict[str, Any]
     expect: dict[str, Any] | None
     figures: list[str] | None
@@ -94,17 +95,18 @@ def compose_sweep(overrides: Sequence[str], *, single: bool = False) -> Sweep:
             axes = []
         tasks = [list(t) for t in _expand(axes + list(overrides))]
         composed = [(task, _compose(task, _parse(task))) for task in tasks]
-    runs = []
-    for task, cfg in composed:
-        typed = _typed(cfg)
-        check(typed)
-        runs.append((task, typed))
+    runs = [(task, _typed(cfg)) for task, cfg in composed]
     default_name = "single" if single else "sweep"
+    launcher: Any = OmegaConf.to_container(first.hydra.launcher)
+    for name, value in launcher.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigError(f"hydra.launcher.{name}", value, "a whole number >= 1, or null")
     return Sweep(
         name=_sweep_name(first.sweep_name or first.experiment or default_name),
         experiment=first.experiment,
         output_dir=Path(first.output_dir).absolute(),
-        launcher=OmegaConf.to_container(first.hydra.launcher),  # type: ignore[arg-type]
+        launcher_name=first.hydra.runtime.choices["hydra/launcher"],
+        launcher=launcher,
         expect=OmegaConf.to_container(first.expect) if first.expect is not None else None,  # type: ignore[arg-type]
         figures=list(first.figures) if first.figures is not None else None,
         runs=runs,
@@ -131,9 +133,9 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
     for text in overrides:
         try:
             override = parser.parse_override(text)
-        except OverrideParseException as error:
+        except HydraException as error:
             raise UserError(
-                f"{text!r} is not an override: {str(error).splitlines()[0]}\n"
+                f"{text!r} is not an override ({str(error).splitlines()[0]}); "
                 "write KEY=VALUE; quote values that hold = , or brackets: 'KEY=\"a=b,c\"'"
             ) from None
         _check_key(override, text)
@@ -146,7 +148,7 @@ def _check_key(override: Override, text: str) -> None:
     if override.is_add() or override.is_force_add() or override.is_delete():
         raise UserError(f"{text}: keys can be changed, not added or deleted{_near(name)}")
     if name in _groups() or name in _leaf_keys() or name.startswith("hydra.launcher."):
-        return
+        return  # a launcher has keys of its own; composing refuses those that it does not have
     raise UserError(f"{name}: no such key (given: {text}){_near(name)}")
 
 
@@ -196,6 +198,7 @@ def _typed(cfg: DictConfig) -> RunConfig:
     assert isinstance(plain, dict)
     names = {k.name.split(".")[0] for k in keys()}
     typed = to_typed({k: v for k, v in plain.items() if k in names})
+    check(typed)
     if typed.data.name == "digits":  # one identity for a size that is given and one that is implied
         typed.data.image_size = typed.data.classes = typed.data.samples = None
     return typed

@@ -17,6 +17,8 @@ from typing import Any
 from omegaconf import II, OmegaConf
 
 SCHEMA_VERSION = 1
+DIGITS_TRAIN = 1437  # training images of the digits' fixed split
+SYNTHETIC_SAMPLES = 512
 
 
 class UserError(Exception):
@@ -189,9 +191,11 @@ def keys(schema: type = RunConfig, prefix: str = "") -> Iterator[Key]:
     for f in dataclasses.fields(schema):
         name = prefix + f.name
         if f.default_factory is not dataclasses.MISSING and dataclasses.is_dataclass(f.default_factory):
-            yield from keys(f.default_factory, name + ".")  # type: ignore[arg-type]
+            yield from keys(f.default_factory, name + ".")
         else:
-            default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
+            default = f.default
+            if f.default_factory is not dataclasses.MISSING:
+                default = f.default_factory()
             yield Key(name, str(f.type), default, dict(f.metadata))
 
 
@@ -303,6 +307,16 @@ def accepted(k: Key) -> str:
     return text + (", or null" if "None" in k.type else "")
 
 
+def image_size(data: DataConfig) -> int:
+    """Side of an image in pixels: as set, or the data set's own."""
+    return data.image_size or {"digits": 8, "synthetic": 32}[data.name]
+
+
+def head_width(model: ModelConfig) -> int:
+    """Channels of a head, where the config sets them; else 64, as in timm's plain ViTs."""
+    return model.width // model.heads if model.width and model.heads else 64
+
+
 def _check_value(k: Key, value: Any) -> None:
     meta = k.meta
     if value is None:
@@ -347,9 +361,12 @@ def _check_combinations(cfg: RunConfig) -> None:
     if m.width is not None and m.heads is not None and m.width % m.heads:
         raise ConfigError("model.heads", m.heads, f"a divisor of model.width={m.width}")
     if d.name == "digits":
-        for name, fixed in (("image_size", 8), ("classes", 10), ("samples", 1437)):
+        for name, fixed in (("image_size", 8), ("classes", 10), ("samples", DIGITS_TRAIN)):
             if getattr(d, name) not in (None, fixed):
                 raise ConfigError(f"data.{name}", getattr(d, name), f"null or {fixed} while data.name=digits")
-    size = d.image_size or {"digits": 8, "synthetic": 32}[d.name]
+    size = image_size(d)
+    images = {"digits": DIGITS_TRAIN, "synthetic": d.samples or SYNTHETIC_SAMPLES}[d.name]
+    if cfg.train.batch_size > images:
+        raise ConfigError("train.batch_size", cfg.train.batch_size, f"at most the {images} training images")
     if m.patch is not None and size % m.patch:
         raise ConfigError("model.patch", m.patch, f"a divisor of the image size {size}")

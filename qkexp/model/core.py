@@ -12,10 +12,14 @@ scale does not bound the score, and a cap after the mask gives masked keys weigh
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 Scale = float | Tensor
@@ -51,9 +55,30 @@ def scale_query(q: Tensor, scale: Scale) -> Tensor:
     return (q * per_head(scale)).to(q.dtype)
 
 
-# Elements of a score tensor up to which a float32 softmax of the (rounded) scores is faster on CPU:
-# the BF16 kernel works row by row, and short rows leave it idle. Above, memory traffic decides.
+# Elements of a BF16 score tensor up to which a softmax is faster through float32 on CPU: the BF16 kernel
+# works row by row, and short rows leave it idle. Above, memory traffic decides.
 SMALL = 1 << 18
+
+
+class RoundedSoftmax(torch.autograd.Function):
+    """Softmax over the last axis with the rounding of a low-precision kernel, computed in float32.
+
+    Weights are rounded to z's dtype and the gradient is that of the rounded weights, as in PyTorch's own
+    BF16 kernel. Unrounded weights would be another arithmetic: saturated rows keep a small gradient that
+    BF16 does not have, and collapse is milder (EXPERIMENTS.md).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        p = z.float().softmax(-1).to(z.dtype)
+        ctx.save_for_backward(p)
+        return p
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (p,) = ctx.saved_tensors
+        return torch._softmax_backward_data(grad.float(), p.float(), -1, torch.float32).to(p.dtype)
 
 
 def explicit(q: Tensor, k: Tensor, v: Tensor, scale: Scale, spec: ScoreSpec) -> Tensor:
@@ -64,9 +89,9 @@ def explicit(q: Tensor, k: Tensor, v: Tensor, scale: Scale, spec: ScoreSpec) -> 
             z = scale_query(q, scale) @ k.transpose(-2, -1)
     else:
         z = scale_query(q, scale) @ k.transpose(-2, -1)
-    if z.numel() <= SMALL:
-        z = z.float()
-    p = soft_cap(z, spec.cap).softmax(dim=-1)
+    c = soft_cap(z, spec.cap)
+    small = c.device.type == "cpu" and c.dtype.itemsize < 4 and c.numel() <= SMALL
+    p = RoundedSoftmax.apply(c) if small else c.softmax(dim=-1)
     return p.to(v.dtype) @ v
 
 
@@ -79,26 +104,35 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: Scale, spec: ScoreSpec) -> Tens
 
 def flex(q: Tensor, k: Tensor, v: Tensor, scale: Scale, spec: ScoreSpec) -> Tensor:
     """FlexAttention with the soft-cap in its score function (CUDA; it compiles at first use)."""
-    from torch.nn.attention.flex_attention import flex_attention
+    kernel, score_mod = _flex(spec.cap)
+    return kernel(scale_query(q, scale), k, v, score_mod=score_mod, scale=1.0)
 
-    cap = spec.cap
+
+@functools.cache
+def _flex(cap: float | None) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """The compiled kernel and its score function: made once, not at every call."""
+    from torch.nn.attention.flex_attention import flex_attention
 
     def score_mod(z: Tensor, *_index: Tensor) -> Tensor:
         return soft_cap(z, cap)
 
-    kernel = torch.compile(flex_attention, dynamic=False)
-    return kernel(scale_query(q, scale), k, v, score_mod=score_mod, scale=1.0)
+    return torch.compile(flex_attention, dynamic=False), score_mod
 
 
 KERNELS = {"explicit": explicit, "sdpa": sdpa, "flex": flex}
 DTYPES = {"compute": None, "fp32": torch.float32}
 
 
-def choose_backend(device: str, softcap: float | None, score_dtype: str) -> str:
+FLEX_MIN_WIDTH = 16  # of a head; FlexAttention refuses less
+
+
+def choose_backend(device: str, softcap: float | None, score_dtype: str, head_dim: int = 64) -> str:
     """The backend for a device type, from measurements (docs/architecture.md), never timed at run time."""
-    if device == "cuda" and score_dtype == "compute":
-        return "sdpa" if softcap is None else "flex"
-    return "explicit"
+    if device != "cuda" or score_dtype != "compute":
+        return "explicit"
+    if softcap is None:
+        return "sdpa"
+    return "flex" if head_dim >= FLEX_MIN_WIDTH else "explicit"
 
 
 class AttentionCore(nn.Module):
@@ -114,10 +148,9 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.spec = ScoreSpec(softcap, DTYPES[score_dtype])
         self.backend = backend
-        self.kernel = KERNELS[backend]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: Scale) -> Tensor:
-        return self.kernel(q, k, v, scale, self.spec)
+        return KERNELS[self.backend](q, k, v, scale, self.spec)
 
     def extra_repr(self) -> str:
         return f"softcap={self.spec.cap}, backend={self.backend}"

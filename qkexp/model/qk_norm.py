@@ -17,44 +17,45 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 
-class Normalise(torch.autograd.Function):
-    """(x - mean) · factor / sqrt(mean((x - mean)²) + eps) · gain over the last axis, as one node.
+class RMSNormalise(torch.autograd.Function):
+    """x · factor / sqrt(mean(x²) + eps) · gain over the last axis, as one node.
 
-    The mean is 0 unless ``center``. PyTorch's ``rms_norm`` has no CPU kernel, and its composite (as its
-    ``layer_norm`` on rows of 16 channels) costs twice as much; here a row's mean is a product with a
-    vector of ones, the fastest reduction of short rows.
+    Arithmetic is in ``dtype``, the result in that of x. PyTorch's ``rms_norm`` has no CPU kernel and its
+    composite costs twice as much. A row's mean is a product with a vector of ones, the fastest reduction
+    of short rows; casts happen here so that autograd adds no node and no pass for them.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor | None, eps: float, factor: float, center: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gain: Tensor | None, eps: float, factor: float, dtype: torch.dtype) -> Tensor:
         width = x.shape[-1]
-        average = x.new_full((width, 1), 1.0 / width)
-        if center:
-            x = x - x @ average
-        inverse = ((x * x) @ average).add_(eps).rsqrt_()
-        unit = x * inverse
+        average = x.new_full((width, 1), 1.0 / width, dtype=dtype)
+        unit = torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)
+        inverse = ((unit * unit) @ average).add_(eps).rsqrt_()
+        unit *= inverse
         ctx.save_for_backward(unit, inverse, gain, average)
-        ctx.factor, ctx.center = factor, center
-        y = unit if gain is None else unit * gain
-        return y if factor == 1.0 else y * factor
+        ctx.factor, ctx.dtype = factor, x.dtype
+        y = unit if gain is None else unit * gain.to(dtype)
+        return (y if factor == 1.0 else y * factor).to(x.dtype, copy=y is unit)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         unit, inverse, gain, average = ctx.saved_tensors
         # it comes back transposed from (B, H, N, d); products of unlike layouts are three times as slow
-        grad = grad.contiguous() if ctx.factor == 1.0 else grad.contiguous() * ctx.factor
+        g = torch.empty_like(unit).copy_(grad)
+        if ctx.factor != 1.0:
+            g *= ctx.factor
+        along = g * unit
         grad_gain = None
-        along = grad * unit
         if gain is not None:
-            grad_gain = along.sum_to_size(gain.shape)
-            grad, along = grad * gain, along * gain
-        grad_x = (grad - unit * (along @ average)) * inverse
-        if ctx.center:
-            grad_x -= grad_x @ average
-        return grad_x, grad_gain, None, None, None
+            grad_gain = along.sum_to_size(gain.shape).to(gain.dtype)
+            g *= gain
+            along *= gain
+        g.addcmul_(unit, along @ average, value=-1.0).mul_(inverse)
+        return g.to(ctx.dtype), grad_gain, None, None, None
 
 
 class QKNorm(nn.Module):
@@ -100,14 +101,34 @@ class QKNorm(nn.Module):
         y = x.flatten(-2) if self.axis == "all" else x
         gain = self.weight if self.weight is None or not self.gain_offset else self.weight + self.gain_offset
         with torch.autocast(x.device.type, enabled=False):
-            y = self._normalise(y.float() if self.fp32 else y, gain)
-        return y.to(x.dtype).view_as(x)
+            y = self._centred(y, gain) if self.center else self._uncentred(y, gain)
+            if self.bias is not None:
+                y = (y + self.bias).to(x.dtype)
+        return y.view(x.shape)
 
-    def _normalise(self, y: Tensor, gain: Tensor | None) -> Tensor:
-        gain = None if gain is None else gain.to(y.dtype)
-        factor = self.width**-0.5 if self.kind == "l2" else 1.0
-        y = Normalise.apply(y, gain, self.eps, factor, self.center)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+    def _uncentred(self, y: Tensor, gain: Tensor | None) -> Tensor:
+        return RMSNormalise.apply(y, gain, self.eps, self._factor, self._arithmetic(y))
+
+    def _centred(self, y: Tensor, gain: Tensor | None) -> Tensor:
+        dtype = y.dtype
+        inner = gain if gain is not None and gain.dim() == 1 else None
+        # the CPU's kernel takes BF16 with a float32 gain, and then computes in float32 without a pass for casts
+        mixed = inner is not None and self.fp32 and y.device.type == "cpu" and dtype.itemsize < 4
+        if not mixed:
+            y = y.to(self._arithmetic(y))
+            inner = None if inner is None else inner.to(y.dtype)
+        y = F.layer_norm(y, (self.width,), inner, None, self.eps)
+        if gain is not None and inner is None:
+            y = y * gain
+        return (y if self._factor == 1.0 else y * self._factor).to(dtype)
+
+    @property
+    def _factor(self) -> float:
+        return self.width**-0.5 if self.kind == "l2" else 1.0
+
+    def _arithmetic(self, y: Tensor) -> torch.dtype:
+        # float64 stays: nobody who asks for it wants less
+        return torch.float32 if self.fp32 and y.dtype.itemsize < 4 else y.dtype
 
     def extra_repr(self) -> str:
         shape = None if self.weight is None else tuple(self.weight.shape)

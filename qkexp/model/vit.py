@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import timm
 import torch
+from timm.layers import PatchEmbed
+from timm.models.vision_transformer import Attention as TimmAttention
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from qkexp.config import ConfigError, RunConfig
+from qkexp.config import ConfigError, RunConfig, head_width, image_size
 from qkexp.model.attention import Attention
 from qkexp.model.blocks import PreNormBlock
-from qkexp.model.core import per_head
+from qkexp.model.core import choose_backend, per_head
 from qkexp.model.qk_norm import QKNorm
 
 
@@ -33,9 +37,14 @@ def build_vit(cfg: RunConfig, *, image_size: int, channels: int, classes: int, l
     Raises:
         ConfigError: a name that is not a plain timm VisionTransformer, or sizes that do not fit.
     """
-    m = cfg.model
+    m, attention = cfg.model, cfg.attention
+    if attention.backend == "auto":
+        device = "cuda" if cfg.device == "cuda" else "cpu"
+        attention = dataclasses.replace(
+            attention, backend=choose_backend(device, attention.softcap, attention.score_dtype, head_width(m))
+        )
     sizes = {"embed_dim": m.width, "depth": m.depth, "num_heads": m.heads, "patch_size": m.patch}
-    overrides = {k: v for k, v in sizes.items() if v is not None}
+    overrides: dict[str, Any] = {k: v for k, v in sizes.items() if v is not None}
     _require_plain(m.name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(m.seed)
@@ -46,17 +55,28 @@ def build_vit(cfg: RunConfig, *, image_size: int, channels: int, classes: int, l
                 in_chans=channels,
                 num_classes=classes,
                 block_fn=functools.partial(
-                    PreNormBlock, attention=cfg.attention, tokens=_tokens(m.name, overrides, image_size)
+                    PreNormBlock, attention=attention, tokens=_tokens(m.name, overrides, image_size)
                 ),
                 **overrides,
             )
         except (ValueError, AssertionError) as error:
             raise ConfigError("model", {"name": m.name, **overrides}, f"sizes that fit together ({error})") from None
-    if cfg.attention.init == "match" and cfg.attention.norm == "none":
+    if attention.init == "match" and attention.norm == "none":
         if like is None:
             raise ValueError("attention.init=match needs images to measure the spread of logits on")
         match_logit_spread(vit, like)
     return vit
+
+
+def check_sizes(cfg: RunConfig) -> None:
+    """Build the model without memory: sizes that do not fit are found before a run starts.
+
+    Raises:
+        ConfigError: as :func:`build_vit`.
+    """
+    plain = dataclasses.replace(cfg, attention=dataclasses.replace(cfg.attention, init="timm"))
+    with torch.device("meta"):
+        build_vit(plain, image_size=image_size(cfg.data), channels=3, classes=10)
 
 
 def attention_layers(model: nn.Module) -> dict[str, Attention]:
@@ -74,19 +94,29 @@ def _require_plain(name: str) -> None:
     with torch.device("meta"):
         try:
             probe = timm.create_model(name, depth=1)
-        except TypeError:
+        except (TypeError, ValueError, AssertionError, RuntimeError):
             probe = None
-    if type(probe) is not VisionTransformer or type(probe.blocks[0]) is not Block:
+    if not _plain(probe):
         kind = type(probe).__name__ if probe is not None else "its own kind"
         raise ConfigError(
-            "model.name", name, f"a plain timm VisionTransformer (this one is {kind} or has its own blocks)"
+            "model.name",
+            name,
+            f"a plain timm VisionTransformer (this one is {kind} or has its own patches, blocks or attention)",
         )
 
 
-def _tokens(name: str, overrides: dict[str, int], image_size: int) -> int:
+def _plain(model: nn.Module | None) -> bool:
+    """Whether every part that our blocks replace, or count tokens of, is timm's plain one."""
+    if type(model) is not VisionTransformer or type(model.patch_embed) is not PatchEmbed:
+        return False
+    block = model.blocks[0]
+    return type(block) is Block and type(block.attn) is TimmAttention
+
+
+def _tokens(name: str, overrides: dict[str, Any], image_size: int) -> int:
     """Tokens a query attends to, class and register tokens included."""
     with torch.device("meta"):
-        vit = timm.create_model(name, img_size=image_size, **{**overrides, "depth": 1})
+        vit: Any = timm.create_model(name, img_size=image_size, **{**overrides, "depth": 1})
     return vit.patch_embed.num_patches + vit.num_prefix_tokens
 
 
@@ -112,26 +142,42 @@ def match_logit_spread(vit: nn.Module, images: Tensor) -> None:
     because a layer's input depends on the attention before it.
     """
     layers = list(attention_layers(vit).values())
-    with _rms_normed(layers):
-        targets = _spreads(vit, images)
-    for depth, layer in enumerate(layers):
-        factor = (targets[depth] / _spreads(vit, images)[depth]).sqrt()
-        for parameter in layer.qkv.parameters():
-            parameter[: 2 * layer.heads * layer.head_dim] *= factor
+    with _changed(layers, backend="explicit"):
+        with _rms_normed(layers):
+            targets = _spreads(vit, images)
+        for depth, layer in enumerate(layers):
+            factor = (targets[depth] / _spreads(vit, images)[depth]).sqrt()
+            for parameter in layer.qkv.parameters():
+                parameter[: 2 * layer.heads * layer.head_dim] *= factor
 
 
 @contextmanager
 def _rms_normed(layers: list[Attention]) -> Iterator[None]:
-    kept = [(layer.q_norm, layer.k_norm, layer.fixed_scale) for layer in layers]
+    """RMSNorm and 1/sqrt(d) in place of whatever the layers have."""
+    kept = [(layer.q_norm, layer.k_norm, layer.fixed_scale, layer.logit_scale) for layer in layers]
     for layer in layers:
         layer.q_norm = QKNorm(layer.heads, layer.head_dim, gain="none")
         layer.k_norm = QKNorm(layer.heads, layer.head_dim, gain="none")
-        layer.fixed_scale = layer.head_dim**-0.5
+        layer.fixed_scale, layer.logit_scale = layer.head_dim**-0.5, None
     try:
         yield
     finally:
-        for layer, (q_norm, k_norm, scale) in zip(layers, kept, strict=True):
-            layer.q_norm, layer.k_norm, layer.fixed_scale = q_norm, k_norm, scale
+        for layer, (q_norm, k_norm, fixed, learned) in zip(layers, kept, strict=True):
+            layer.q_norm, layer.k_norm = q_norm, k_norm
+            layer.fixed_scale, layer.logit_scale = fixed, learned
+
+
+@contextmanager
+def _changed(layers: list[Attention], backend: str) -> Iterator[None]:
+    """Another backend for a while: measuring on the CPU must not compile a kernel for it."""
+    kept = [layer.core.backend for layer in layers]
+    for layer in layers:
+        layer.core.backend = backend
+    try:
+        yield
+    finally:
+        for layer, name in zip(layers, kept, strict=True):
+            layer.core.backend = name
 
 
 def _spreads(vit: nn.Module, images: Tensor) -> list[Tensor]:

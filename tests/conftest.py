@@ -1,0 +1,54 @@
+"""What several folders of tests share: a checked configuration from overrides, and its model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from qkexp.compose import compose_sweep
+from qkexp.config import RunConfig
+from qkexp.model.vit import build_vit
+
+VARIANTS = ("none", "layernorm", "rmsnorm", "l2", "softcap", "layernorm_softcap", "rmsnorm_softcap", "l2_softcap")
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest) -> str:
+    """Each of the attention presets."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def make_config() -> Callable[..., RunConfig]:
+    """Overrides -> one checked configuration, the backend resolved for the CPU."""
+    made: dict[tuple[str, ...], RunConfig] = {}
+
+    def make(*overrides: str) -> RunConfig:
+        if overrides not in made:
+            made[overrides] = compose_sweep(list(overrides), single=True).runs[0][1]
+        cfg = copy.deepcopy(made[overrides])
+        if cfg.attention.backend == "auto":
+            cfg.attention.backend = "explicit"
+        return cfg
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_vit(make_config: Callable[..., RunConfig]) -> Callable[..., nn.Module]:
+    """Overrides -> the micro ViT on 8x8 grey images (17 tokens); ``like`` as :func:`build_vit` takes it."""
+
+    def make(*overrides: str, like: torch.Tensor | None = None) -> nn.Module:
+        return build_vit(make_config(*overrides), image_size=8, channels=1, classes=10, like=like)
+
+    return make
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    """Eight grey 8x8 images, always the same."""
+    return torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(7))
