@@ -7,9 +7,10 @@ contract of :class:`Capture` is all that the statistics know of a model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -28,6 +29,40 @@ class Capture:
     k_length: Tensor  # (B, M, H)
     scale: Scale  # the factor on q·k
     spec: ScoreSpec  # cap and precision of the score
+    versions: tuple[int, int] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        untracked = torch.compiler.is_compiling() or self.q.is_inference()
+        self.versions = None if untracked else self._versions()
+
+    def overwritten(self) -> bool:
+        """Whether an in-place operation has changed q or k since they were captured."""
+        return self.versions is not None and self.versions != self._versions()
+
+    def _versions(self) -> tuple[int, int]:
+        return self.q._version, self.k._version
+
+
+class Hook:
+    """A hook of one live model: copied or pickled with its module, it is silent in the copy."""
+
+    def __init__(self, call: Callable[..., None]):
+        self.call = call
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        # inside backward, activation checkpointing runs the forward pass again (a compiled one runs no hooks there)
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+            self.call(module, args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Silent, ()
+
+
+class Silent:
+    """What a :class:`Hook` becomes in a copy of the model."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        return None
 
 
 class Listener(Protocol):
@@ -62,16 +97,17 @@ class QkexpAdapter:
             return hook
 
         def core_hook(_module: nn.Module, args: tuple[Tensor, Tensor, Tensor, Scale]) -> None:
-            if listener.active:
+            if listener.active and len(lengths) == 2:  # else a norm was passed by: the layer did not fire
                 q, k, _, scale = args
-                scale = scale.detach() if isinstance(scale, Tensor) else scale
+                # a learned scale is updated in place, perhaps before the step is measured
+                scale = scale.detach().clone() if isinstance(scale, Tensor) else scale
                 lq, lk = lengths.pop("q"), lengths.pop("k")
                 sink(Capture(listener.take(q), listener.take(k), lq, lk, scale, module.core.spec))
 
         return [
-            module.q_norm.register_forward_pre_hook(measure("q")),
-            module.k_norm.register_forward_pre_hook(measure("k")),
-            module.core.register_forward_pre_hook(core_hook),
+            module.q_norm.register_forward_pre_hook(Hook(measure("q"))),
+            module.k_norm.register_forward_pre_hook(Hook(measure("k"))),
+            module.core.register_forward_pre_hook(Hook(core_hook)),
         ]
 
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from qkexp.probe.metrics import METRICS, NAMES
 
 if TYPE_CHECKING:
     import pandas as pd
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,8 @@ def to_numpy(x: Tensor) -> np.ndarray:
 
 def columns(frames: Sequence[Frame]) -> dict[str, np.ndarray | list[str]]:
     """Frames -> columns of attention.parquet, ordered by step, layer and head."""
+    import torch  # not at import: who only reads run directories does not wait for it
+
     steps, phases, layers, modules, heads, values = [], [], [], [], [], []
     for frame in frames:
         by_layer = {layer: (g, i) for g in frame.groups for i, layer in enumerate(g.layers)}

@@ -58,14 +58,50 @@ METRICS: tuple[Metric, ...] = (
            "low entropy alone is no fault: some heads are meant to be sharp"),
     Metric("attn_max_mean", "1", "mean", "mean", "mean over rows of the largest weight",
            "our reading of ViT-22B's “attn max”; the paper's reduction was not found"),
-    Metric("score_scale", "1", "max", "max", "the factor on q̂·k̂", "learned scales move"),
-    Metric("score_ulp", "logit", "max", "max", "spacing of the score's dtype at max |z|",
+    Metric("score_scale", "1", "mean", "max", "the factor on q̂·k̂", "learned scales move"),
+    Metric("score_ulp", "logit", "mean", "max", "spacing of the score's dtype at max |z|",
            "what the kernel's own rounding may add; not mixed into the other metrics"),
-    Metric("masked_rows", "rows", "max", "sum", "rows without an unmasked key, left out of all row statistics", ""),
-    Metric("nonfinite", "values", "max", "sum", "non-finite values in q̂, k̂ and z",
+    Metric("masked_rows", "rows", "mean", "sum", "rows without an unmasked key, left out of all row statistics", ""),
+    Metric("nonfinite", "values", "mean", "sum", "non-finite values in q̂, k̂ and z",
            "not 0: the metrics that they spoil are absent"),
 )  # fmt: skip
 
 BY_NAME = {m.name: m for m in METRICS}
 NAMES = tuple(BY_NAME)
 COLLAPSED = 0.05
+
+
+INTRODUCTION = """# Metrics of attention
+
+<!-- generated: python -m qkexp.probe.metrics > docs/metrics.md -->
+
+One number per probed step, layer and head. z = scale · q̂·k̂ + bias is the score, q̂ and k̂ what enters the dot
+product (after norm and rotation), c the score after a soft-cap, p = softmax(c) over keys, before dropout; n the
+unmasked keys of a row. Natural logarithm; computed in float32 outside autocast. A metric that was not measured is
+absent, never 0: where inputs are not finite, `nonfinite` says how many.
+
+`heads` is how a layer's value is made of its heads (`max_pair`: from the head that attains max |z|); `parts` how
+micro-batches and ranks combine.
+"""
+
+
+def markdown() -> str:
+    """docs/metrics.md."""
+    lines = [
+        INTRODUCTION,
+        "| metric | unit | heads | parts | definition | how to read it |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| `{m.name}` | {m.unit} | {m.heads} | {m.shards} | {_cell(m.definition)} | {_cell(m.reading)} |"
+        for m in METRICS
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +11,9 @@ from torch import Tensor, nn
 
 from qkexp.probe.adapters import ADAPTERS, Capture
 from qkexp.probe.frame import Frame, Group
-from qkexp.probe.metrics import BY_NAME, METRICS, NAMES
-from qkexp.probe.stats import CHUNK_BYTES, layer_stats, raw_norms
+from qkexp.probe.metrics import METRICS, NAMES
+from qkexp.probe.rows import CHUNK_BYTES
+from qkexp.probe.stats import layer_stats, raw_norms
 
 
 class CoverageError(RuntimeError):
@@ -41,7 +41,6 @@ class AttentionProbe:
 
     Attributes:
         frame: this step's :class:`~qkexp.probe.frame.Frame`; None on steps that were not probed.
-        seconds: what the statistics of the last step took.
 
     Raises:
         CoverageError: the model has no attention layer that is known, or, after the first probed
@@ -51,7 +50,6 @@ class AttentionProbe:
     def __init__(self, model: nn.Module, every: int = 1, images: int | str = "all"):
         self.every, self.images = every, images
         self.frame: Frame | None = None
-        self.seconds = 0.0
         self.active = False
         self._covered = False
         self._captures: dict[int, list[Capture]] = defaultdict(list)
@@ -68,20 +66,16 @@ class AttentionProbe:
     @contextmanager
     def step(self, step: int, phase: str = "train") -> Iterator[None]:
         """Forward passes inside belong to ``step``; those outside are not measured."""
-        self.frame, self.seconds = None, 0.0
+        self.frame = None
         self.active = self.every > 0 and step % self.every == 0
         try:
             yield
-        except BaseException:
+            if self.active:
+                self.active = False
+                self._check_coverage()
+                self.frame = Frame(step, phase, self.names, self._reduce())
+        finally:
             self._forget()
-            raise
-        if self.active:
-            self.active = False
-            start = time.perf_counter()
-            self._check_coverage()
-            self.frame = Frame(step, phase, self.names, self._reduce())
-            self._forget()
-            self.seconds = time.perf_counter() - start
 
     def take(self, x: Tensor) -> Tensor:
         """The measured images of an activation, detached (for adapters)."""
@@ -112,6 +106,8 @@ class AttentionProbe:
         groups: dict[tuple, list[int]] = defaultdict(list)
         for layer in range(len(self.names)):
             captures = self._captures[layer]
+            if any(c.overwritten() for c in captures):
+                raise CoverageError(f"q or k of {self.names[layer]} was changed in place after its softmax saw it")
             if captures:
                 groups[(len(captures), *(_signature(c) for c in captures))].append(layer)
         out = []
@@ -119,7 +115,8 @@ class AttentionProbe:
             for together in _calls(layers, self._captures[layers[0]][0]):
                 passes = zip(*(self._captures[layer] for layer in together), strict=True)
                 parts = [self._measure(captures) for captures in passes]
-                out.append(Group(tuple(together), combine(parts)))
+                rows = [c.q.shape[0] * c.q.shape[2] for c in self._captures[together[0]]]
+                out.append(Group(tuple(together), combine(parts, rows)))
         return tuple(out)
 
     def _measure(self, captures: Sequence[Capture]) -> Tensor:
@@ -143,19 +140,23 @@ def _calls(layers: list[int], c: Capture) -> Iterator[list[int]]:
         yield layers[at : at + together]
 
 
-def combine(parts: Sequence[Tensor]) -> Tensor:
-    """Micro-batches (metric, layer, head) -> one, by each metric's own reduction."""
+def combine(parts: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    """Micro-batches (metric, layer, head) of so many ``rows`` -> one, by each metric's own reduction.
+
+    What is absent in one part is absent in the whole, as if the parts had been one batch.
+    """
     if len(parts) == 1:
         return parts[0]
     stacked = torch.stack(list(parts))  # (part, metric, layer, head)
-    worst = stacked[:, NAMES.index("max_abs_logit")].nan_to_num(-1.0).argmax(0, keepdim=True)
+    worst = stacked[:, NAMES.index("max_abs_logit")].argmax(0, keepdim=True)  # NaN counts as the largest
+    share = stacked.new_tensor(rows).view(-1, 1, 1) / sum(rows)
     out = []
     for i, metric in enumerate(METRICS):
         part = stacked[:, i]
-        if BY_NAME[metric.name].shards == "max":
+        if metric.shards == "max":
             out.append(part.amax(0))
         elif metric.shards == "max_pair":
             out.append(part.gather(0, worst)[0])
         else:
-            out.append(part.sum(0) if metric.shards == "sum" else part.mean(0))
+            out.append(part.sum(0) if metric.shards == "sum" else (part * share).sum(0))
     return torch.stack(out)
