@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qkexp.config import ConfigError, DataConfig
+from qkexp.config import SYNTHETIC_SAMPLES, DataConfig, image_size
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,6 @@ def _permutation(seed: int, epoch: int, samples: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(samples)
 
 
-def check_batch(batch_size: int, samples: int) -> None:
-    if batch_size > samples:
-        raise ConfigError("train.batch_size", batch_size, f"at most the {samples} training images")
-
-
 # ---------------------------------------------------------------- digits
 
 
@@ -112,12 +107,16 @@ def _load_digits(cfg: DataConfig) -> Dataset:
     prepare(cfg)
     with np.load(_digits_file(cfg)) as file:
         arrays = {name: torch.from_numpy(file[name]) for name in file.files}
-    mean, std = arrays["train_x"].mean(), arrays["train_x"].std()
     return Dataset(
-        Split((arrays["train_x"] - mean) / std, arrays["train_y"]),
-        Split((arrays["val_x"] - mean) / std, arrays["val_y"]),
+        Split(_scaled(arrays["train_x"]), arrays["train_y"]),
+        Split(_scaled(arrays["val_x"]), arrays["val_y"]),
         classes=10,
     )
+
+
+def _scaled(images: Tensor) -> Tensor:
+    """0 … 16 -> -1 … 1: mean and deviation 0.5, as timm's ViTs take their images."""
+    return images / 8.0 - 1.0
 
 
 # ---------------------------------------------------------------- synthetic
@@ -125,7 +124,7 @@ def _load_digits(cfg: DataConfig) -> Dataset:
 
 def _make_synthetic(cfg: DataConfig) -> Dataset:
     """A random prototype a class, plus unit noise: learnable, and any size."""
-    size, classes, samples = cfg.image_size or 32, cfg.classes or 10, cfg.samples or 512
+    size, classes, samples = image_size(cfg), cfg.classes or 10, cfg.samples or SYNTHETIC_SAMPLES
     generator = torch.Generator().manual_seed(cfg.seed)
     prototypes = torch.randn(classes, 3, size, size, generator=generator)
 

@@ -17,7 +17,7 @@ from qkexp.model.vit import build_vit
 from qkexp.probe.frame import Frame, layer_values, to_numpy
 from qkexp.probe.metrics import NAMES
 from qkexp.probe.probe import AttentionProbe
-from qkexp.train.data import Dataset, Split, batch_indices, check_batch
+from qkexp.train.data import Dataset, Split, batch_indices
 from qkexp.train.events import Detector, Event
 from qkexp.train.optim import PARTS, Updater
 from qkexp.train.outcome import final_figures, judge
@@ -54,7 +54,6 @@ def train(cfg: RunConfig, data: Dataset, record: Recorder, stop: Callable[[], st
         The content of outcome.json but for the wall time; ``step`` is the number of rows recorded.
     """
     device, steps, batch_size = torch.device(cfg.device), cfg.train.steps, cfg.train.batch_size
-    check_batch(batch_size, len(data.train))
 
     def indices(step: int) -> Tensor:
         return torch.from_numpy(batch_indices(cfg.data.seed, step, len(data.train), batch_size))
@@ -84,7 +83,7 @@ def train(cfg: RunConfig, data: Dataset, record: Recorder, stop: Callable[[], st
 
     model.train()
     for step in range(steps):
-        start = time.perf_counter()
+        start = clock(device)
         take = indices(step).to(device)
         images, labels = data.train.images[take], data.train.labels[take]
 
@@ -94,6 +93,8 @@ def train(cfg: RunConfig, data: Dataset, record: Recorder, stop: Callable[[], st
             logits = logits.float()
             loss = F.cross_entropy(logits, labels)
             loss.backward()
+            backward_done = clock(device)
+        probe_seconds = clock(device) - backward_done
         if probe.frame is not None:
             record.frame(probe.frame)
         if step == 0:
@@ -119,9 +120,9 @@ def train(cfg: RunConfig, data: Dataset, record: Recorder, stop: Callable[[], st
             **{f"grad_norm_{part}": v for part, v in zip(PARTS, values[2:6], strict=True)},
             "out_logit_absmax": values[6],
             "out_logz_mean": values[7],
-            "probe_seconds": probe.seconds,
+            "probe_seconds": probe_seconds,
         }
-        row["step_seconds"] = time.perf_counter() - start - probe.seconds
+        row["step_seconds"] = clock(device) - start - probe_seconds
         losses.append(values[0])
 
         done = step + 1
@@ -147,7 +148,7 @@ def train(cfg: RunConfig, data: Dataset, record: Recorder, stop: Callable[[], st
     if stopped is not None:
         status, reason = "interrupted", stopped
     else:
-        status, reason = judge(losses, constant_loss, nonfinite)
+        status, reason = judge(np.array(losses), constant_loss, nonfinite)
     finished = status in ("completed", "diverged") and nonfinite is None
     return {
         "status": status,
@@ -156,7 +157,7 @@ def train(cfg: RunConfig, data: Dataset, record: Recorder, stop: Callable[[], st
         "steps": steps,
         "constant_loss": constant_loss,
         "final": {
-            **final_figures(losses),
+            **final_figures(np.array(losses)),
             "val_loss": validation["val_loss"] if finished else None,
             "val_accuracy": validation["val_accuracy"] if finished else None,
         },
@@ -182,6 +183,13 @@ def evaluate(model: nn.Module, split: Split, cfg: RunConfig) -> dict[str, float]
         "val_accuracy": right / len(split),
         "eval_seconds": time.perf_counter() - start,
     }
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, once the device has done what it was given: else they are those of launching it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def output_figures(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from qkexp.config import ConfigError, PrecisionConfig, RunConfig
+from qkexp.config import ConfigError, PrecisionConfig, RunConfig, head_width
 from qkexp.model.core import choose_backend
 
 
@@ -28,7 +28,7 @@ def resolve(cfg: RunConfig) -> None:
     cfg.device = choose_device(cfg.device)
     a = cfg.attention
     if a.backend == "auto":
-        a.backend = choose_backend(cfg.device, a.softcap, a.score_dtype)
+        a.backend = choose_backend(cfg.device, a.softcap, a.score_dtype, head_width(cfg.model))
 
 
 def autocast(cfg: PrecisionConfig, device: str) -> AbstractContextManager:

@@ -1,0 +1,207 @@
+"""The loop: what it records, when it stops, and what a broken step may not touch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from qkexp.compose import compose_sweep
+from qkexp.config import RunConfig
+from qkexp.probe.frame import Frame
+from qkexp.train import loop
+from qkexp.train.checkpoint import Checkpoints, load
+from qkexp.train.data import load as load_data
+from qkexp.train.events import Event
+
+
+class Memory:
+    """A recorder that keeps everything."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.frames: list[Frame] = []
+        self.events: list[Event] = []
+        self.saved: list[tuple[int, dict[str, Any]]] = []
+        self._pending: list[Frame] = []
+
+    def row(self, row: dict[str, float]) -> None:
+        self.rows.append(row)
+
+    def frame(self, frame: Frame) -> None:
+        self.frames.append(frame)
+        self._pending.append(frame)
+
+    def event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def note(self, **facts: Any) -> None:
+        pass
+
+    def flush_due(self) -> bool:
+        return len(self.rows) % 7 == 0
+
+    def flush(self) -> list[Frame]:
+        pending, self._pending = self._pending, []
+        return pending
+
+    def checkpoint(self, step: int, state: dict[str, Any]) -> None:
+        self.saved.append((step, {k: v.clone() for k, v in state["model"].items()}))
+
+
+def config(*overrides: str) -> RunConfig:
+    cfg = compose_sweep(["train.steps=30", *overrides], single=True).runs[0][1]
+    cfg.device = "cpu"
+    return cfg
+
+
+def run(*overrides: str, stop: Any = lambda: None) -> tuple[Memory, dict[str, Any]]:
+    record, cfg = Memory(), config(*overrides)
+    return record, loop.train(cfg, load_data(cfg.data), record, stop)
+
+
+def losses(record: Memory) -> list[float]:
+    return [row["loss"] for row in record.rows]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_loss_is_bit_identical_with_probe_on_off_and_rare(precision: str) -> None:
+    seen = [losses(run(f"precision={precision}", f"probe.every={every}")[0]) for every in (0, 1, 7)]
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_same_seed_same_losses_and_other_seed_others() -> None:
+    assert losses(run()[0]) == losses(run()[0])
+    assert losses(run()[0]) != losses(run("seed=1")[0])
+
+
+def test_soft_cap_far_above_the_logits_changes_nothing_but_rounding() -> None:
+    plain, capped = losses(run("precision=fp32")[0]), losses(run("precision=fp32", "attention.softcap=1e6")[0])
+    assert plain == pytest.approx(capped, abs=1e-3)
+
+
+def test_row_holds_the_rate_that_was_used_and_the_norm_before_clipping() -> None:
+    free = run("optim.warmup=10", "optim.lr=1e-2")[0].rows
+    clipped = run("optim.warmup=10", "optim.lr=1e-2", "train.clip_norm=1e-3")[0].rows
+    assert free[0]["lr"] == pytest.approx(1e-3)
+    assert free[9]["lr"] == 1e-2
+    assert clipped[0]["grad_norm"] == free[0]["grad_norm"] > 0.1
+
+
+def test_validation_comes_at_the_end_and_every_so_many_steps() -> None:
+    assert [r["step"] for r in run()[0].rows if "val_loss" in r] == [29]
+    record, outcome = run("train.eval_every=12")
+    assert [r["step"] for r in record.rows if "val_loss" in r] == [11, 23, 29]
+    assert outcome["final"]["val_loss"] == record.rows[-1]["val_loss"]
+    assert outcome["best"]["val_loss"] == min(r["val_loss"] for r in record.rows if "val_loss" in r)
+
+
+def test_evaluation_is_not_probed_and_changes_no_loss() -> None:
+    with_eval, without = run("train.eval_every=5")[0], run()[0]
+    assert losses(with_eval) == losses(without)
+    assert [f.step for f in with_eval.frames] == list(range(30))
+
+
+def test_optimiser_runs_outside_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    original = torch.optim.Adam.step
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", step)
+    run()
+    assert seen == [False] * 30
+
+
+def test_bf16_run_keeps_float32_weights() -> None:
+    assert {v.dtype for v in run()[0].saved[-1][1].values()} == {torch.float32}
+
+
+def _break_at(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> None:
+    calls = {"n": 0}
+    original = loop.F.cross_entropy
+
+    def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = original(*args, **kwargs)
+        calls["n"] += 1
+        return loss * value if calls["n"] == step + 1 else loss
+
+    monkeypatch.setattr(loop.F, "cross_entropy", broken)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_nonfinite_step_ends_the_run_before_it_touches_a_weight(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    _break_at(monkeypatch, 17, value)
+    record, outcome = run("train.checkpoint_every=5")
+    assert (outcome["status"], outcome["step"]) == ("diverged", 17)
+    assert outcome["reason"].startswith("nonfinite: loss is ")
+    assert [r["step"] for r in record.rows] == list(range(17))
+    assert [(e.kind, e.step) for e in record.events] == [("nonfinite", 17)]
+    assert [s for s, _ in record.saved] == [5, 10, 15], "nothing is saved after the broken step"
+    assert all(v.isfinite().all() for _, state in record.saved for v in state.values())
+    assert outcome["final"]["val_loss"] is None, "a run that ended early has no final validation loss"
+
+
+def test_gradient_that_is_not_finite_ends_the_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = loop.Updater.grad_norms
+
+    def grad_norms(self: Any) -> Any:
+        next(iter(self.named))[1].grad[...] = math.inf
+        return original(self)
+
+    monkeypatch.setattr(loop.Updater, "grad_norms", grad_norms)
+    record, outcome = run()
+    assert outcome["reason"] == "nonfinite: grad_norm is inf at step 0"
+    assert record.rows == []
+
+
+def test_exploding_rate_is_a_result() -> None:
+    record, outcome = run("optim.lr=1e10")
+    assert outcome["status"] == "diverged"
+    assert outcome["step"] == len(record.rows) >= 1
+    assert all(math.isfinite(r["loss"]) and math.isfinite(r["grad_norm"]) for r in record.rows)
+
+
+def test_stop_finishes_the_step_and_says_interrupted() -> None:
+    asked = iter([None, None, "stopped by SIGTERM"])
+    record, outcome = run(stop=lambda: next(asked))
+    assert (outcome["status"], outcome["reason"], outcome["step"]) == ("interrupted", "stopped by SIGTERM", 3)
+    assert record.saved[-1][0] == 3
+
+
+def test_events_do_not_depend_on_how_rows_were_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ("train.steps=120", "optim.lr=0.3", "optim.warmup=30")
+    often = run(*overrides)[0].events
+    monkeypatch.setattr(Memory, "flush_due", lambda self: False)
+    assert run(*overrides)[0].events == often
+    assert often
+
+
+def test_checkpoints_keep_the_last_two_and_the_last_healthy_one(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    store = Checkpoints(tmp_path)
+    state = {"model": {"w": torch.ones(3)}}
+    for step in (10, 20, 30):
+        store.save(step, state, {})
+    assert store.steps() == [20, 30]
+    for step in (40, 50, 60):
+        store.save(step, state, {"logit_runaway": 35})
+    assert store.steps() == [30, 50, 60], "30 is the last before the first event"
+
+
+def test_nonfinite_weights_never_become_a_checkpoint(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    store = Checkpoints(tmp_path)
+    store.save(10, {"model": {"w": torch.ones(3)}}, {})
+    store.save(20, {"model": {"w": torch.tensor([1.0, math.nan])}}, {})
+    assert store.steps() == [10]
+
+
+def test_checkpoint_loads_without_trusting_it(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    Checkpoints(tmp_path).save(5, {"model": {"w": torch.ones(3)}, "optimizer": {"lr": 0.1}}, {})
+    again = load(tmp_path / "step-00000005.pt")
+    assert again["step"] == 5
+    assert torch.equal(again["model"]["w"], torch.ones(3))
+    assert not list(tmp_path.glob(".*")), "no temporary file stays"

@@ -1,0 +1,159 @@
+"""Rates, decay, gradient statistics and updates, against PyTorch's own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from qkexp.compose import compose_sweep
+from qkexp.config import OptimConfig
+from qkexp.model.vit import build_vit
+from qkexp.train.optim import PARTS, Updater, decays, learning_rate
+
+
+def vit(attention: str = "rmsnorm") -> torch.nn.Module:
+    cfg = compose_sweep([f"attention={attention}"], single=True).runs[0][1]
+    return build_vit(cfg, image_size=8, channels=1, classes=10)
+
+
+def gradients(model: torch.nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(8, 1, 8, 8, generator=generator)
+    F.cross_entropy(model(images), torch.arange(8)).backward()
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 7, 40])
+def test_largest_rate_is_exactly_the_rate_asked_for(warmup: int) -> None:
+    cfg = OptimConfig(lr=0.03, warmup=warmup, schedule="cosine")
+    rates = [learning_rate(s, 100, cfg) for s in range(100)]
+    assert max(rates) == 0.03
+    assert rates.index(0.03) == max(warmup - 1, 0)
+    assert 0 < rates[-1] < 0.001 * 0.03 + 1e-4
+
+
+def test_warmup_is_linear_from_zero_and_joins_the_cosine_without_a_jump() -> None:
+    cfg = OptimConfig(lr=1.0, warmup=10, schedule="cosine")
+    assert [learning_rate(s, 100, cfg) for s in range(3)] == pytest.approx([0.1, 0.2, 0.3])
+    assert learning_rate(10, 100, cfg) == pytest.approx(0.5 * (1 + math.cos(math.pi / 91)))
+
+
+def test_warmup_as_long_as_the_run_is_a_ramp_and_a_longer_one_stops_on_its_way() -> None:
+    ramp = OptimConfig(lr=0.1, warmup=1000)
+    assert learning_rate(999, 1000, ramp) == 0.1
+    assert learning_rate(499, 500, ramp) == pytest.approx(0.05)
+
+
+def test_constant_schedule_stays_at_the_peak() -> None:
+    cfg = OptimConfig(lr=0.5, warmup=4, schedule="constant")
+    assert {learning_rate(s, 50, cfg) for s in range(3, 50)} == {0.5}
+
+
+def test_decay_is_for_matrices_only_whatever_the_variant() -> None:
+    for attention in ("none", "layernorm", "l2", "rmsnorm"):
+        names = {n for n, p in vit(attention).named_parameters() if decays(n, p)}
+        expected = {"patch_embed.proj.weight", "head.weight"}
+        for block in range(4):
+            expected |= {f"blocks.{block}.{n}.weight" for n in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
+        assert names == expected
+    assert not decays("blocks.0.attn.q_norm.weight", torch.zeros(4, 16)), "a gain a head is a gain, whatever its rank"
+
+
+def test_updates_equal_pytorchs_adamw_with_coupled_decay() -> None:
+    cfg = OptimConfig(lr=0.01, warmup=3, weight_decay=0.1, decay="coupled", betas=[0.9, 0.95])
+    ours, theirs = vit(), vit()
+    named = list(theirs.named_parameters())
+    reference = torch.optim.AdamW(
+        [
+            {"params": [p for n, p in named if decays(n, p)], "weight_decay": 0.1},
+            {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
+    updater = Updater(ours, cfg, steps=10)
+    for step in range(5):
+        for group in reference.param_groups:
+            group["lr"] = learning_rate(step, 10, cfg)
+        gradients(ours), gradients(theirs)
+        updater.grad_norms()
+        updater.step(step)
+        reference.step()
+        reference.zero_grad()
+    for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_independent_decay_follows_the_schedule_and_not_the_peak_rate() -> None:
+    for lr in (1e-6, 1e-3):
+        model = vit("none")
+        before = model.head.weight.detach().clone()  # type: ignore[union-attr]
+        updater = Updater(model, OptimConfig(lr=lr, warmup=4, weight_decay=0.5), steps=8)
+        gradients(model)
+        updater.grad_norms()
+        updater.grad.zero_()  # decay alone
+        updater.step(1)
+        torch.testing.assert_close(model.head.weight, before * (1 - 0.5 * 0.5))  # type: ignore[union-attr]
+
+
+def test_gradient_norm_is_pytorchs_and_its_parts_add_up() -> None:
+    model = vit("layernorm")
+    updater = Updater(model, OptimConfig(), steps=10)
+    gradients(model)
+    norms = updater.grad_norms()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])  # type: ignore[misc]
+    torch.testing.assert_close(norms.total.float(), expected)
+    torch.testing.assert_close(norms.parts.square().sum().sqrt(), norms.total)
+
+
+def test_gradient_parts_hold_what_their_names_say() -> None:
+    model = vit("l2")
+    updater = Updater(model, OptimConfig(), steps=10)
+    gradients(model)
+    parts = dict(zip(PARTS, updater.grad_norms().parts.tolist(), strict=True))
+    expected = dict.fromkeys(PARTS, 0.0)
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        if "attn.qkv" in name:
+            expected["qk"] += p.grad[:128].square().sum().item()
+            expected["vo"] += p.grad[128:].square().sum().item()
+        else:
+            part = (
+                "qk" if "logit_scale" in name else "vo" if "attn.proj" in name else "mlp" if ".mlp." in name else "rest"
+            )
+            expected[part] += p.grad.square().sum().item()
+    for part in PARTS:
+        assert parts[part] == pytest.approx(expected[part] ** 0.5, rel=1e-4)
+
+
+def test_clipping_limits_the_gradient_to_the_norm_asked_for() -> None:
+    model = vit()
+    updater = Updater(model, OptimConfig(), steps=10)
+    gradients(model)
+    norms = updater.grad_norms()
+    updater.clip(0.25 * float(norms.total), norms.total)
+    assert float(updater.grad.norm()) == pytest.approx(0.25 * float(norms.total), rel=1e-4)
+    updater.clip(100.0, updater.grad.norm())
+    assert float(updater.grad.norm()) == pytest.approx(0.25 * float(norms.total), rel=1e-4), "a small one is left alone"
+
+
+def test_update_rms_is_the_step_over_the_rate_without_decay() -> None:
+    model = vit()
+    updater = Updater(model, OptimConfig(lr=0.01, weight_decay=0.1), steps=10)
+    gradients(model)
+    updater.grad_norms()
+    _, update, size = updater.step(0)
+    # Adam's first step is the gradient's sign wherever the gradient is well above eps
+    assert 0.9 < float(update) <= 1.0
+    squares = sum(float(p.detach().double().square().sum()) for p in model.parameters())
+    assert float(size) == pytest.approx(squares**0.5, rel=1e-5)
+
+
+def test_parameters_keep_names_and_shapes_after_sharing_storage() -> None:
+    model, plain = vit(), vit()
+    Updater(model, OptimConfig(), steps=10)
+    assert {n: p.shape for n, p in model.state_dict().items()} == {n: p.shape for n, p in plain.state_dict().items()}
+    for (_, a), (_, b) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert torch.equal(a, b)
