@@ -20,6 +20,9 @@ from qkexp.probe.frame import layer_values
 from qkexp.probe.metrics import NAMES
 from qkexp.record.run import SCALARS
 
+# the C loader is ten times as fast, which a sweep of a thousand runs feels
+YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
 
 @dataclass(frozen=True)
 class Run:
@@ -34,9 +37,7 @@ class Run:
     @cached_property
     def config(self) -> dict[str, Any]:
         """config.yaml as a nested dictionary."""
-        text = (self.directory / "config.yaml").read_text()
-        loaded = yaml.safe_load(text)
-        return loaded
+        return yaml.load((self.directory / "config.yaml").read_text(), Loader=YAML_LOADER)
 
     @cached_property
     def typed(self) -> RunConfig:

@@ -22,7 +22,6 @@ import yaml
 
 from qkexp.config import RunConfig, as_dict
 from qkexp.probe.frame import Frame, columns
-from qkexp.train.checkpoint import Checkpoints
 from qkexp.train.events import Event
 
 FLUSH_SECONDS = 2.0
@@ -59,6 +58,8 @@ class RunWriter:
         (directory / "parts").mkdir()
         write_text(directory / "config.yaml", yaml.safe_dump(as_dict(cfg), sort_keys=False))
         self.note()
+        from qkexp.train.checkpoint import Checkpoints  # imports torch, which readers of runs do not need
+
         self._checkpoints = Checkpoints(directory / "checkpoints")
         self.heartbeat()
 
