@@ -33,18 +33,17 @@ log = logging.getLogger("qkexp")
 DONE, CRASHED, WRONG_INPUT, BUSY, INTERRUPTED = 0, 1, 2, 74, 75
 
 
-def run_planned(plan: str, name: str, threads: int, provenance: dict[str, Any], again: bool) -> None:
-    """A worker's entry: train run ``name`` of a plan file and exit with a code."""
-    directory = Path(plan).parent / name
-    directory.mkdir(exist_ok=True)
-    with (directory / "log.txt").open("a") as file:  # also what C libraries print when they die
+def run_frozen(config: dict[str, Any], directory: str, threads: int, provenance: dict[str, Any], again: bool) -> None:
+    """A worker's entry: train a frozen configuration into a directory and exit with a code."""
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "log.txt").open("a") as file:  # also what C libraries print when they die
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which asks us to stop
     _stop_with_parent()
     torch.set_num_threads(threads)
-    entry = next(r for r in json.loads(Path(plan).read_text())["runs"] if r["name"] == name)
-    sys.exit(execute(to_typed(entry["config"]), directory, provenance, again=again))
+    sys.exit(execute(to_typed(config), folder, provenance, again=again))
 
 
 def execute(cfg: RunConfig, directory: Path, provenance: dict[str, Any], *, again: bool = False) -> int:
@@ -149,12 +148,15 @@ def _stop_with_parent() -> None:
     """Ask this run to stop when the launcher dies, so that no orphan trains on."""
     parent = multiprocessing.parent_process()
 
+    if parent is None:
+        return
+    sentinel = parent.sentinel
+
     def watch() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
+        multiprocessing.connection.wait([sentinel])
         os.kill(os.getpid(), signal.SIGTERM)
 
-    if parent is not None:
-        threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
 
 
 def _device_name(device: str) -> str:

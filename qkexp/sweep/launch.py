@@ -17,7 +17,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from qkexp.sweep.job import BUSY, CRASHED, INTERRUPTED, fail, run_planned
+from qkexp.config import as_dict
+from qkexp.sweep.job import BUSY, CRASHED, INTERRUPTED, fail, run_frozen
 from qkexp.sweep.plan import Planned
 from qkexp.sweep.provenance import collect
 
@@ -31,23 +32,23 @@ class LocalLauncher:
 
     Args:
         workers: runs at once; None: the cores divided by ``threads``.
-        threads: CPU threads of one run.
+        threads: CPU threads of one run; None: 1.
     """
 
-    def __init__(self, workers: int | None = None, threads: int = 1):
-        self.threads = threads
-        self.workers = workers or max(1, cores() // threads)
+    def __init__(self, workers: int | None = None, threads: int | None = None):
+        self.threads = threads or 1
+        self.workers = workers or max(1, cores() // self.threads)
 
     def launch(
         self,
-        plan: Path,
+        directory: Path,
         runs: Sequence[Planned],
         *,
         again: bool = False,
         fail_fast: bool = False,
         tick: Callable[[], None] = lambda: None,
     ) -> int:
-        """Train the runs. Returns 0, 1 where a run crashed, 75 where the user stopped it.
+        """Train runs into ``directory``. Returns 0, 1 where a run crashed, 75 where the user stopped it.
 
         ``tick`` is called several times a second, to show progress.
         """
@@ -62,7 +63,9 @@ class LocalLauncher:
                 while waiting and len(running) < self.workers and waiting[0][0] <= time.monotonic():
                     _, run = waiting.popleft()
                     process = context.Process(
-                        target=run_planned, args=(str(plan), run.name, self.threads, provenance, again), name=run.name
+                        target=run_frozen,
+                        args=(as_dict(run.config), str(directory / run.name), self.threads, provenance, again),
+                        name=run.name,
                     )
                     process.start()
                     running[process.sentinel] = (run, process)
@@ -72,12 +75,13 @@ class LocalLauncher:
                 for sentinel in ready:
                     run, process = running.pop(sentinel)  # type: ignore[arg-type]
                     process.join()
-                    ended = self._ended(plan.parent / run.name, run, process.exitcode or 0)
+                    ended = self._ended(directory / run.name, run, process.exitcode or 0)
                     process.close()
                     if ended == BUSY:  # another launcher has it: look again until it has ended
                         waiting.append((time.monotonic() + RETRY_SECONDS, run))
-                    code = max(code, CRASHED if ended == CRASHED else 0)
-                if code and fail_fast:
+                    elif ended == CRASHED or (ended == INTERRUPTED and not code):
+                        code = ended
+                if code == CRASHED and fail_fast:
                     waiting.clear()
                     self._stop(running)
                     break
@@ -112,4 +116,9 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-LAUNCHERS: dict[str, Any] = {"local": LocalLauncher}
+def make_launcher(name: str, options: dict[str, Any]) -> LocalLauncher:
+    """A launcher by the name of its config, ``hydra/launcher=NAME``, with the keys of that config."""
+    return LAUNCHERS[name](**options)
+
+
+LAUNCHERS = {"local": LocalLauncher}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +40,7 @@ class Plan:
 
     @classmethod
     def of(cls, sweep: Sweep) -> Plan:
-        runs = {}
+        runs: dict[str, Planned] = {}
         for overrides, config in sweep.runs:
             runs.setdefault(identity(config), Planned(run_name(config), overrides, config))
         return cls(sweep.directory, list(runs.values()), sweep)
@@ -76,10 +75,16 @@ class Plan:
                 found.append(run.name)
         return found
 
+    def make_directory(self) -> None:
+        """Make the sweep's directory, and keep runs out of version control wherever the user puts them."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        marker = self.sweep.output_dir / ".gitignore"
+        if not marker.exists():
+            marker.write_text("*\n!.gitignore\n")
+
     def write(self) -> Path:
         """Freeze the plan: editing a YAML file later changes nothing in it."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        _ignore(self.sweep.output_dir)
+        self.make_directory()
         runs = [
             {"name": r.name, "identity": identity(r.config), "overrides": r.overrides, "config": as_dict(r.config)}
             for r in self.runs
@@ -120,10 +125,3 @@ def _less(had: Any, asked: Any, *, sparse: bool) -> bool:
     if had == "all" or had == asked:
         return False
     return asked == "all" or int(asked) > int(had)
-
-
-def _ignore(output_dir: Path) -> None:
-    """Keep runs out of version control, wherever the user puts them."""
-    marker = output_dir / ".gitignore"
-    if not marker.exists() and os.access(output_dir, os.W_OK):
-        marker.write_text("*\n!.gitignore\n")

@@ -1,0 +1,356 @@
+"""The command line: one short function per verb.
+
+Flags start with ``--``; everything else is a Hydra override. Exit codes: 0 done (a run that diverged
+is a result), 1 a run crashed or a claim failed, 2 wrong input, 75 interrupted: run it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from qkexp.config import UserError
+
+if TYPE_CHECKING:
+    from qkexp.sweep.plan import Plan, Planned
+
+DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 75
+MIRROR_SECONDS = 60.0
+out = Console(soft_wrap=False, highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a verb; returns the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(usage())
+        return DONE if args else WRONG_INPUT
+    if args[0] not in VERBS:
+        err.print(f"qkexp: {args[0]!r} is not a verb; accepted: {', '.join(VERBS)}", markup=False)
+        return WRONG_INPUT
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        options = parser(args[0]).parse_intermixed_args(args[1:])
+        return VERBS[args[0]][0](options)
+    except UserError as error:
+        err.print(f"qkexp {args[0]}: {error}", markup=False, soft_wrap=True)
+        return WRONG_INPUT
+    except KeyboardInterrupt:
+        err.print("interrupted; the same command goes on")
+        return INTERRUPTED
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+# ---------------------------------------------------------------- verbs
+
+
+def train(options: argparse.Namespace) -> int:
+    if options.multirun:
+        return sweep(options)
+    plan = _plan(options.overrides, single=True)
+    if options.plan:
+        return _print_plan(plan, options)
+    run = plan.runs[0]
+    if plan.missing(options.again):
+        code = _launch(plan, plan.runs, options, alone=True)
+        if code:
+            _explain_failure(plan.directory / run.name)
+            return code
+    _print_outcome(plan.directory / run.name)
+    return DONE
+
+
+def sweep(options: argparse.Namespace) -> int:
+    plan = _plan(options.overrides)
+    return _print_plan(plan, options) if options.plan else _sweep(plan, options)
+
+
+def reproduce(options: argparse.Namespace) -> int:
+    overrides = list(options.overrides)
+    name = overrides.pop(0) if overrides and "=" not in overrides[0] else "vit22b"
+    plan = _plan([f"experiment={name}", *overrides])
+    if options.quick:
+        seed = min(run.config.seed for run in plan.runs)
+        plan = _plan([f"experiment={name}", *(o for o in overrides if not o.startswith("seed=")), f"seed={seed}"])
+    if options.plan:
+        return _print_plan(plan, options)
+    code = _sweep(plan, options)
+    if code in (WRONG_INPUT, INTERRUPTED):
+        return code
+    code = max(code, _verify(plan.directory))
+    _draw(plan.directory)
+    return code
+
+
+def status(options: argparse.Namespace) -> int:
+    from qkexp.sweep.status import summary, sweep_states, table
+
+    directory = _directory(options.directory)
+    while True:
+        states = sweep_states(directory)
+        if options.json:
+            print(json.dumps([vars(s) for s in states], indent=1))
+        else:
+            out.print(table(states, str(directory)))
+            out.print(summary(states))
+        if not options.watch or not any(s.status in ("running", "missing") for s in states):
+            return DONE
+        time.sleep(2.0)
+        if not options.json:
+            out.clear()
+
+
+def verify(options: argparse.Namespace) -> int:
+    return _verify(_directory(options.directory))
+
+
+def figures(options: argparse.Namespace) -> int:
+    _draw(_directory(options.directory), options.names or None)
+    return DONE
+
+
+def sync(options: argparse.Namespace) -> int:
+    from qkexp.record.load import load_sweep
+    from qkexp.record.mirror import start
+
+    directory = _directory(options.directory)
+    runs = load_sweep(directory).all
+    tracker = next(iter(runs.values())).typed.tracker
+    mirror = start(directory, list(runs), tracker.project, options.mode, group=directory.resolve().name)
+    with out.status(f"copying {len(runs)} runs to W&B"):
+        warning = mirror.close(None)
+    if warning:
+        err.print(warning, markup=False, soft_wrap=True)
+        return FAILED
+    out.print(f"{directory}: {len(runs)} runs are on W&B, or as offline runs in their directories", soft_wrap=True)
+    return DONE
+
+
+# ---------------------------------------------------------------- what verbs share
+
+
+def _plan(overrides: Sequence[str], *, single: bool = False) -> Plan:
+    from qkexp.compose import compose_sweep
+
+    with out.status("composing the runs"):
+        composed = compose_sweep(overrides, single=single)
+    from qkexp.sweep.plan import Plan  # imports torch: after what the user typed is known to be right
+
+    return Plan.of(composed)
+
+
+def _sweep(plan: Plan, options: argparse.Namespace) -> int:
+    from qkexp.sweep.status import summary, table
+
+    todo = plan.missing(options.again)
+    plan.write()
+    done = len(plan.runs) - len(todo)
+    out.print(f"{plan.directory}: {len(plan.runs)} runs, {done} finished before, {len(todo)} to train", soft_wrap=True)
+    foreign = [] if options.again else plan.foreign()
+    if foreign:
+        shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
+        out.print(f"kept, though other code made them (--again trains them anew): {shown}", soft_wrap=True)
+    code = _launch(plan, todo, options, alone=False) if todo else DONE
+    states = plan.states()
+    problems = [s for s in states if s.status not in ("completed", "diverged")]
+    if todo:
+        out.print(table(states if len(states) <= 12 else problems or states[:0], "runs") if states else "")
+    out.print(f"{plan.directory}: {summary(states)}", soft_wrap=True)
+    return code
+
+
+def _launch(plan: Plan, todo: Sequence[Planned], options: argparse.Namespace, *, alone: bool) -> int:
+    """Train runs, show progress, and mirror them where a tracker is configured."""
+    from qkexp.model.vit import check_sizes
+    from qkexp.record.run import write_json
+    from qkexp.sweep.display import progress
+    from qkexp.sweep.launch import cores, make_launcher
+    from qkexp.train.data import prepare
+    from qkexp.train.precision import choose_device
+
+    for run in todo:
+        choose_device(run.config.device)
+    for config in {str((r.config.model, r.config.data)): r.config for r in todo}.values():
+        check_sizes(config)
+    settings = dict(plan.sweep.launcher)
+    if alone:
+        settings |= {"workers": 1, "threads": settings["threads"] or cores()}
+    launcher = make_launcher(plan.sweep.launcher_name, settings)
+    prepare(todo[0].config.data)
+    plan.make_directory()
+    tracker = todo[0].config.tracker
+    mirror = None
+    if tracker.name == "wandb":
+        from qkexp.record.mirror import start
+
+        names = [run.name for run in todo]
+        mirror = start(plan.directory, names, tracker.project, tracker.mode, group=plan.sweep.name)
+    began = time.monotonic()
+    try:
+        with progress(out, plan.directory, todo) as tick:
+            code = launcher.launch(plan.directory, todo, again=options.again, fail_fast=options.fail_fast, tick=tick)
+        if not alone:
+            timing = {
+                "wall_seconds": time.monotonic() - began,
+                "workers": launcher.workers,
+                "trained": [r.name for r in todo],
+            }
+            write_json(plan.directory / "timing.json", timing)
+    finally:
+        if mirror is not None:
+            with out.status("copying the last rows to W&B"):
+                warning = mirror.close(MIRROR_SECONDS)
+            if warning:
+                err.print(warning, markup=False, soft_wrap=True)
+    return code
+
+
+def _verify(directory: Path) -> int:
+    from qkexp.analysis.claims import table, verify_sweep
+
+    results = verify_sweep(directory)
+    if not results:
+        out.print(f"{directory}: no claims to verify", soft_wrap=True)
+        return DONE
+    out.print(table(results))
+    failed = [r for r in results if r.verdict == "fail"]
+    out.print(f"{len(results)} claims: {sum(r.verdict == 'pass' for r in results)} passed, {len(failed)} failed")
+    return FAILED if failed else DONE
+
+
+def _draw(directory: Path, names: list[str] | None = None) -> None:
+    from qkexp.analysis.figures import draw
+
+    with out.status("drawing figures"):
+        paths = draw(directory, names)
+    for path in paths:
+        out.print(f"figure: {path}", soft_wrap=True)
+
+
+def _print_plan(plan: Plan, options: argparse.Namespace) -> int:
+    from qkexp.sweep.status import summary, table
+
+    states = plan.states()
+    out.print(table(states, f"plan of {plan.directory}"))
+    todo = plan.missing(options.again)
+    known = [s.seconds / s.steps for s in states if s.seconds and s.steps]
+    workers = plan.sweep.launcher["workers"] or 1
+    out.print(f"{summary(states)}; {len(todo)} to train")
+    if known and todo:
+        pace = sorted(known)[len(known) // 2]
+        seconds = pace * sum(r.steps for r in todo) / workers
+        out.print(f"about {seconds / 60:.1f} minutes with {workers} at once, at the pace of the finished runs")
+    return DONE
+
+
+def _print_outcome(directory: Path) -> None:
+    from qkexp.record.load import load_run
+
+    run = load_run(directory)
+    outcome = run.outcome or {}
+    out.print(f"{outcome.get('status')}: {outcome.get('reason')}", markup=False)
+    for name, value in (outcome.get("final") or {}).items():
+        out.print(f"  {name}: {'-' if value is None else f'{value:.4g}'}")
+    out.print(f"{directory}", soft_wrap=True)
+
+
+def _explain_failure(directory: Path) -> None:
+    from qkexp.sweep.status import state_of
+
+    state = state_of(directory)
+    err.print(f"{state.status}: {state.reason}\nlog: {directory / 'log.txt'}", markup=False, soft_wrap=True)
+
+
+def _directory(text: str) -> Path:
+    path = Path(text)
+    if not path.is_dir():
+        raise UserError(f"{text}: no such directory")
+    return path
+
+
+# ---------------------------------------------------------------- help
+
+Verb = tuple[Callable[[argparse.Namespace], int], str, str]
+VERBS: dict[str, Verb] = {
+    "reproduce": (reproduce, "sweep an experiment, verify its claims, draw its figures", "qkexp reproduce --quick"),
+    "train": (train, "train one run", "qkexp train attention=rmsnorm optim.lr=3e-2"),
+    "sweep": (
+        sweep,
+        "train many runs (Hydra multirun syntax)",
+        "qkexp sweep attention=none,l2 optim.lr=1e-2,3e-2 seed=0,1,2",
+    ),
+    "status": (status, "how every run of a directory stands", "qkexp status outputs/vit22b --watch"),
+    "verify": (verify, "check an experiment's claims", "qkexp verify outputs/vit22b"),
+    "figures": (figures, "draw PDF, PNG and CSV", "qkexp figures outputs/vit22b heatmaps"),
+    "sync": (sync, "copy runs to W&B that are not there yet", "qkexp sync outputs/vit22b --mode online"),
+}
+
+
+def usage() -> str:
+    lines = ["usage: qkexp VERB [--flags] [OVERRIDES]", ""]
+    lines += [f"  {name:<10} {text}\n             {example}" for name, (_, text, example) in VERBS.items()]
+    lines += [
+        "",
+        "Everything that is not a flag is a Hydra override: GROUP=FILE or GROUP.KEY=VALUE.",
+        "Quote values that hold = , or brackets: 'KEY=\"a=b\"'. `qkexp VERB --help` tells more.",
+    ]
+    return "\n".join(lines)
+
+
+def parser(verb: str) -> argparse.ArgumentParser:
+    """The argument parser of a verb."""
+    _, text, example = VERBS[verb]
+    p = argparse.ArgumentParser(
+        prog=f"qkexp {verb}",
+        description=text,
+        epilog=f"example: {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if verb in ("status", "verify", "figures", "sync"):
+        p.add_argument("directory", help="a sweep directory, such as outputs/vit22b")
+    if verb == "figures":
+        p.add_argument("names", nargs="*", help="figures to draw; those of the experiment by default")
+    if verb == "sync":
+        p.add_argument(
+            "--mode", choices=("auto", "online", "offline"), default="auto", help="auto: online with a login"
+        )
+    if verb == "status":
+        p.add_argument("--watch", action="store_true", help="again every two seconds, until nothing runs")
+        p.add_argument("--json", action="store_true", help="machine-readable")
+    if verb in ("train", "sweep", "reproduce"):
+        p.add_argument("--again", action="store_true", help="train finished runs again")
+        p.add_argument("--fail-fast", action="store_true", help="stop at the first run that crashes")
+        p.add_argument("--plan", action="store_true", help="print the runs and start nothing")
+        p.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=_overrides_help())
+    if verb == "train":
+        p.add_argument("-m", "--multirun", action="store_true", help="the same as qkexp sweep")
+    if verb == "reproduce":
+        p.add_argument("--quick", action="store_true", help="one seed")
+    return p
+
+
+def _overrides_help() -> str:
+    from qkexp.compose import options
+
+    return (
+        "GROUP=FILE or GROUP.KEY=VALUE; experiments: "
+        + ", ".join(options("experiment"))
+        + "; attention: "
+        + ", ".join(options("attention"))
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
