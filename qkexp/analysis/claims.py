@@ -1,0 +1,206 @@
+"""Claims of an experiment: conditions over its runs, checked against what was measured.
+
+A claim is a mapping in the experiment's ``expect.claims``:
+
+    claim     what it says, in words
+    where     which runs: variant (a name, a list, or qk_norm), and dotted configuration keys
+    metric    what is measured (qkexp.analysis.measures), with layer, reduce, over, or above/before/after
+    seeds     every (default: each run must satisfy it) or median (over the seeds of a variant and rate)
+    than      with median: divided by the largest median of these variants at the same rate
+    minus     with median: ``best`` subtracts the smallest median of all variants at the same rate
+    is        comparison and bound: "< 1.3", ">= 2", "== diverged"
+    source    where the claim comes from
+
+``metric: stable`` is the sweep's verdict at a rate. A claim may say ``at_this_size: not_shown``.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from rich.table import Table
+
+from qkexp.analysis.measures import measure
+from qkexp.analysis.sensitivity import MIN_SEEDS, TOO_FEW, stability
+from qkexp.config import UserError, flatten
+from qkexp.record.load import Run, Sweep, load_sweep
+from qkexp.record.run import write_json
+
+PASS, FAIL, NOT_SHOWN, NOT_RUN = "pass", "fail", "not shown at this size", "not run"
+STYLE = {PASS: "green", FAIL: "red", NOT_SHOWN: "yellow", TOO_FEW: "yellow", NOT_RUN: "yellow"}
+OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+}
+REQUIRED = {"claim", "metric", "is"}
+OPTIONAL = {"where", "layer", "reduce", "over", "above", "before", "after", "seeds", "than", "minus", "source"}
+KEYS = REQUIRED | OPTIONAL | {"at_this_size"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """A checked claim: the value furthest from (or beyond) its bound, and how many runs or groups it was taken over."""
+
+    claim: str
+    value: Any
+    bound: str
+    verdict: str
+    count: int
+    detail: str = ""
+
+
+def verify_sweep(directory: Path) -> list[Result]:
+    """Check the claims of ``expect.yaml``, write claims.json; an empty list where there are none.
+
+    Raises:
+        UserError: a claim is not understood.
+    """
+    path = directory / "expect.yaml"
+    if not path.exists():
+        return []
+    sweep = load_sweep(directory)
+    expect = yaml.safe_load(path.read_text())
+    results = [check(sweep, spec) for spec in expect["claims"]]
+    write_json(directory / "claims.json", {"claims": [_plain(asdict(r)) for r in results]})
+    return results
+
+
+def check(sweep: Sweep, spec: dict[str, Any]) -> Result:
+    """Check one claim."""
+    unknown = set(spec) - KEYS
+    if unknown or not set(spec) >= REQUIRED:
+        raise UserError(
+            f"claim {spec.get('claim')!r}: {', '.join(sorted(unknown)) or 'claim, metric or is'} not understood"
+        )
+    compare, bound = _condition(spec)
+    where = spec.get("where", {})
+    expected = [r for r in sweep.plan.get("runs", []) if r["name"] not in sweep.all]
+    runs = [run for run in sweep.all.values() if _matches(run, where)]
+    if not runs:
+        verdict = FAIL if expected else NOT_RUN
+        return Result(spec["claim"], None, spec["is"], verdict, 0, "no run of the sweep is of this kind")
+    unfinished = [run.name for run in runs if run.status not in ("completed", "diverged")]
+    values = _grouped(sweep, runs, spec) if _by_group(spec) else [(run.name, measure(run, spec)) for run in runs]
+    result = _judge(spec, values, compare, bound)
+    if unfinished and result.verdict == PASS:
+        return Result(
+            result.claim, result.value, result.bound, FAIL, result.count, f"unfinished: {', '.join(unfinished)}"
+        )
+    return result
+
+
+def _by_group(spec: dict[str, Any]) -> bool:
+    return spec.get("seeds") == "median" or spec["metric"] == "stable"
+
+
+def _judge(spec: dict[str, Any], values: list[tuple[str, Any]], compare: Callable, bound: Any) -> Result:
+    known = [(name, v) for name, v in values if v is not None]
+    if not known:
+        return Result(spec["claim"], None, spec["is"], TOO_FEW, len(values), f"fewer than {MIN_SEEDS}")
+    bad = [(name, v) for name, v in known if not _holds(compare, v, bound)]
+    numbers = [(n, v) for n, v in (bad or known) if isinstance(v, (int, float)) and not isinstance(v, bool)]
+    if numbers:  # the value nearest to failing, or furthest beyond
+        upper = spec["is"].strip().startswith("<")
+        name, value = (max if upper else min)(numbers, key=lambda item: -math.inf if math.isnan(item[1]) else item[1])
+    else:
+        name, value = (bad or known)[0]
+    verdict = FAIL if bad else PASS
+    if spec.get("at_this_size") == "not_shown":
+        verdict = NOT_SHOWN
+    detail = f"{len(bad)} of {len(known)} do not: {', '.join(n for n, _ in bad)}" if bad else f"nearest: {name}"
+    return Result(spec["claim"], value, spec["is"], verdict, len(known), detail)
+
+
+def _holds(compare: Callable, value: Any, bound: Any) -> bool:
+    if isinstance(value, float) and math.isnan(value):
+        return False
+    return bool(compare(value, bound))
+
+
+def _grouped(sweep: Sweep, runs: Sequence[Run], spec: dict[str, Any]) -> list[tuple[str, Any]]:
+    """(variant at rate, value) for each variant and rate among the runs; None below 3 seeds."""
+    kinds = sorted({(run.variant, run.lr) for run in runs})
+    if spec["metric"] == "stable":
+        table = stability(sweep).set_index(["variant", "lr"]).stable
+        return [(f"{v} at {lr:g}", table.get((v, lr))) for v, lr in kinds]
+    medians = _medians(sweep.all.values(), spec)
+    out: list[tuple[str, Any]] = []
+    for variant, lr in kinds:
+        value, seeds = medians[variant, lr]
+        others = [m for (v, rate), (m, _) in medians.items() if rate == lr and v != variant]
+        if "than" in spec:
+            others = [m for (v, rate), (m, _) in medians.items() if rate == lr and _is_variant(v, spec["than"])]
+            value = value / max(others) if others else math.nan
+        if spec.get("minus") == "best":
+            value -= min([*others, value])
+        out.append((f"{variant} at {lr:g}", value if seeds >= MIN_SEEDS else None))
+    return out
+
+
+def _medians(runs: Any, spec: dict[str, Any]) -> dict[tuple[str, float], tuple[float, int]]:
+    groups: dict[tuple[str, float], list[float]] = {}
+    for run in runs:
+        if run.outcome:
+            groups.setdefault((run.variant, run.lr), []).append(float(measure(run, spec)))
+    return {kind: (float(np.median(values)), len(values)) for kind, values in groups.items()}
+
+
+def _condition(spec: dict[str, Any]) -> tuple[Callable[[Any, Any], bool], Any]:
+    found = re.fullmatch(r"(<=|>=|==|<|>)\s*(\S+)", str(spec["is"]).strip())
+    if not found:
+        raise UserError(
+            f"claim {spec['claim']!r}: is: {spec['is']!r} is not a comparison ({', '.join(OPERATORS)}) and a bound"
+        )
+    return OPERATORS[found.group(1)], yaml.safe_load(found.group(2))
+
+
+def _matches(run: Run, where: dict[str, Any]) -> bool:
+    values = flatten(run.typed)
+    for name, wanted in where.items():
+        if name == "variant":
+            if not _is_variant(run.variant, wanted):
+                return False
+        elif name.endswith(" >="):
+            if values[name.removesuffix(" >=")] < wanted:
+                return False
+        elif values[name] not in (wanted if isinstance(wanted, list) else [wanted]):
+            return False
+    return True
+
+
+def _is_variant(name: str, wanted: Any) -> bool:
+    if wanted == "qk_norm":
+        return not name.startswith(("none", "softcap"))
+    return name in wanted if isinstance(wanted, list) else name == wanted
+
+
+def _plain(result: dict[str, Any]) -> dict[str, Any]:
+    """NaN and infinity have no place in JSON."""
+    value = result["value"]
+    bad = isinstance(value, float) and not math.isfinite(value)
+    return {**result, "value": str(value) if bad else value}
+
+
+def table(results: Sequence[Result]) -> Table:
+    """Claims with value, bound and verdict."""
+    out = Table(title="claims", title_justify="left")
+    for column in ("claim", "value", "bound", "verdict", "over"):
+        out.add_column(column, justify="right" if column in ("value", "over") else "left", overflow="fold")
+    for r in results:
+        value = (
+            f"{r.value:.4g}" if isinstance(r.value, (int, float)) and not isinstance(r.value, bool) else str(r.value)
+        )
+        text = f"[{STYLE[r.verdict]}]{r.verdict}[/]" + (f"\n{r.detail}" if r.verdict == FAIL else "")
+        out.add_row(r.claim, "-" if r.value is None else value, r.bound, text, str(r.count))
+    return out
