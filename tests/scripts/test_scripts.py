@@ -1,0 +1,102 @@
+"""The scripts run end to end; what they measure is not judged here."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+VARIANTS = {p.stem for p in (SCRIPTS.parent / "configs" / "attention").glob("*.yaml")}
+
+
+def run(script: str, *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script as a user does, from another folder."""
+    return subprocess.run([sys.executable, str(SCRIPTS / script), *args], capture_output=True, text=True, cwd=cwd)
+
+
+def written(path: Path) -> dict[str, Any]:
+    """A JSON file, which must not hold NaN or infinity."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{path.name} holds {name}")
+
+    return json.loads(path.read_text(), parse_constant=refuse)
+
+
+def test_bench_writes_every_figure(tmp_path: Path) -> None:
+    done = run("bench.py", "step", "probe", "--quick", "--sizes", "micro", "--json", "b.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    content = written(tmp_path / "b.json")
+    assert {"cores", "torch", "timm", "device", "quick", "figures"} <= set(content)
+    figures = content["figures"]
+    assert [f["section"] for f in figures] == ["step", "probe"]
+    for figure in figures:
+        assert {"name", "value", "unit", "target", "met", "detail"} <= set(figure)
+        assert math.isfinite(figure["value"])
+        assert figure["value"] > 0
+        assert figure["met"] in (True, False)
+    assert "target" in done.stdout
+    assert {p.name for p in tmp_path.iterdir()} == {"b.json"}
+
+
+def store_run(directory: Path, own: float, wall: float) -> None:
+    """A finished run of two steps that took ``own`` seconds in them and ``wall`` in all."""
+    directory.mkdir(parents=True)
+    (directory / "config.yaml").write_text("seed: 0\n")
+    rows = {"step": [0, 1], "step_seconds": [own / 4, own / 4], "probe_seconds": [own / 4, 0.0]}
+    pd.DataFrame({**rows, "eval_seconds": [None, own / 4]}).to_parquet(directory / "scalars.parquet")
+    (directory / "outcome.json").write_text(json.dumps({"status": "completed", "wall_seconds": wall}))
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("bench")
+
+
+def test_bench_compares_a_sweep_with_its_ideal(tmp_path: Path, bench: Any) -> None:
+    store_run(tmp_path / "a", own=8.0, wall=8.25)
+    store_run(tmp_path / "b", own=4.0, wall=4.25)
+    timing = {"wall_seconds": 9.0, "workers": 2, "trained": ["a", "b"]}
+    (tmp_path / "timing.json").write_text(json.dumps(timing))
+    values = {f.name: f.value for f in bench.sweep_figures(tmp_path)}
+    assert values == {"a run beyond its steps": 0.25, "wall time / ideal": 1.5}
+
+
+@pytest.mark.parametrize("timing", [None, {"wall_seconds": 9.0, "workers": 2, "trained": ["a"]}])
+def test_bench_measures_no_wall_time_of_a_sweep_trained_in_parts(tmp_path: Path, bench: Any, timing: Any) -> None:
+    store_run(tmp_path / "a", own=8.0, wall=8.25)
+    store_run(tmp_path / "b", own=4.0, wall=4.25)
+    if timing is not None:
+        (tmp_path / "timing.json").write_text(json.dumps(timing))
+    assert [f.name for f in bench.sweep_figures(tmp_path)] == ["a run beyond its steps"]
+
+
+def test_bench_refuses_an_unknown_section(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", "stpe"])
+    with pytest.raises(SystemExit, match="2"):
+        bench.main()
+    assert "accepted: step, probe, rate, sweep" in capsys.readouterr().err
+
+
+def test_gpu_check_covers_every_variant(tmp_path: Path) -> None:
+    done = run("gpu_check.py", "--tiny", "--json", "g.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = written(tmp_path / "g.json")
+    assert content["ok"] is True
+    assert len(VARIANTS) == 8
+    for precision in ("fp32", "bf16"):
+        checked = {c["variant"] for c in content["checks"] if c["precision"] == precision}
+        assert checked >= VARIANTS
+    assert all(c["ok"] for c in content["checks"])
+    assert {f["section"] for f in content["figures"]} == {"step", "probe"}
