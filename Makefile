@@ -1,0 +1,35 @@
+# Everything that the project can do. `make help` lists it.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install reproduce test check bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP)  ## make .venv and install the project with its development tools
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+reproduce: $(STAMP)  ## redraw the ViT-22B figure from real runs (about 7 minutes on two cores)
+	$(BIN)/qkexp reproduce
+
+test: $(STAMP)  ## run all tests
+	$(BIN)/python -m pytest
+
+check: $(STAMP)  ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)  ## speed, as ratios measured side by side
+	$(BIN)/python scripts/bench.py
+
+clean:  ## remove the environment and caches; outputs stay
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
