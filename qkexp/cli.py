@@ -165,9 +165,9 @@ def _sweep(plan: Plan, options: argparse.Namespace) -> int:
     code = _launch(plan, todo, options, alone=False) if todo else DONE
     states = plan.states()
     problems = [s for s in states if s.status not in ("completed", "diverged")]
-    shown = states if len(states) <= 12 else problems  # of many runs, those that need a look
-    if todo and shown:
-        out.print(table(shown, "runs"))
+    listed = states if len(states) <= 12 else problems  # of many runs, those that need a look
+    if todo and listed:
+        out.print(table(listed, "runs"))
     out.print(f"{plan.directory}: {summary(states)}", soft_wrap=True)
     return code
 
