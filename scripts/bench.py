@@ -38,7 +38,7 @@ from qkexp.config import RunConfig
 from qkexp.model.vit import build_vit
 from qkexp.record.load import load_sweep, read_json
 from qkexp.record.run import RunWriter
-from qkexp.sweep.job import keep_heap
+from qkexp.sweep.job import prepare_cpu
 from qkexp.sweep.launch import cores
 from qkexp.train import data as datasets
 from qkexp.train.loop import train
@@ -464,7 +464,7 @@ def main() -> int:
     sections = args.sections or list(MEANING)
     sweep = args.sweep or (DEFAULT_SWEEP if DEFAULT_SWEEP.is_dir() else None)
 
-    keep_heap()  # as runs do
+    prepare_cpu()  # as runs do
     console, figures = Console(), []
     for figure in measure(sections, args.sizes, Effort(args.quick), args.device, sweep):
         figures.append(figure)

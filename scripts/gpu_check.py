@@ -39,7 +39,7 @@ from qkexp.model.vit import attention_layers
 from qkexp.probe.frame import Frame
 from qkexp.probe.metrics import METRICS
 from qkexp.probe.probe import AttentionProbe
-from qkexp.sweep.job import keep_heap
+from qkexp.sweep.job import prepare_cpu
 from qkexp.train.optim import Updater
 from qkexp.train.precision import autocast, resolve
 
@@ -251,7 +251,7 @@ def main() -> int:
     if not args.tiny and not torch.cuda.is_available():
         console.print("PyTorch sees no CUDA device here: nothing was checked (--tiny runs the same code on the CPU)")
         return 2
-    keep_heap()
+    prepare_cpu()
     torch.backends.cudnn.allow_tf32 = False  # or the patch embedding is not float32
     device = "cpu" if args.tiny else "cuda"
     name = "cpu in the place of a GPU" if args.tiny else torch.cuda.get_device_name()

@@ -11,7 +11,8 @@ A claim is a mapping in the experiment's ``expect.claims``:
     is        comparison and bound: "< 1.3", ">= 2", "== diverged"
     source    where the claim comes from
 
-``metric: stable`` is the sweep's verdict at a rate. A claim may say ``at_this_size: not_shown``.
+``metric: stable`` is the sweep's verdict at a rate. ``at_this_size: not_shown`` declares beforehand that
+the small version does not bear a claim out in every run: it is measured and printed, and fails nothing.
 """
 
 from __future__ import annotations
@@ -201,6 +202,6 @@ def table(results: Sequence[Result]) -> Table:
         value = (
             f"{r.value:.4g}" if isinstance(r.value, (int, float)) and not isinstance(r.value, bool) else str(r.value)
         )
-        text = f"[{STYLE[r.verdict]}]{r.verdict}[/]" + (f"\n{r.detail}" if r.verdict == FAIL else "")
+        text = f"[{STYLE[r.verdict]}]{r.verdict}[/]" + (f"\n{r.detail}" if r.verdict in (FAIL, NOT_SHOWN) else "")
         out.add_row(r.claim, "-" if r.value is None else value, r.bound, text, str(r.count))
     return out

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qkexp.model.core import soft_cap
 
@@ -19,6 +20,10 @@ from qkexp.model.core import soft_cap
 CHUNK_BYTES = 3 << 20
 # Rows of at most so many keys are reduced over the first axis of their tensor.
 SHORT = 64
+# e^y of smaller y is not a normal float32: it adds nothing to a sum of at least 1, and costs ten times as much.
+UNDERFLOW = -87.0
+# Entropies up to this, nats, are what UNDERFLOW and rounding leave of 0.
+ZERO = 1e-30
 # An additive mask at or below this hides a key, whatever its encoding: -inf, finfo.min, -1e4 (-9984 in BF16).
 MASKED = -9.9e3
 
@@ -54,22 +59,21 @@ def row_stats(
     seen = None if mask is None else visible(mask).expand(B, H, N, M)
     heads = max(1, min(B * H, CHUNK_BYTES // (4 * N * M)))  # of all images, at once
     queries = min(N, max(1, CHUNK_BYTES // (4 * M)))  # N, unless one head's scores are too many
-    buffers = q.new_empty(3, heads * queries * M)
+    buffers = q.new_empty(2, heads * queries * M)
     everything = torch.arange(B * H if bias is not None or seen is not None else 0, device=q.device)
     parts = []
     for at, row in itertools.product(range(0, B * H, heads), range(0, N, queries)):
         take, span = slice(at, at + heads), slice(row, row + queries)
         size, length = min(heads, B * H - at), min(queries, N - row)
-        scores, weights, spare = buffers[:, : size * length * M].view(3, size, length, M)
-        z = torch.bmm(q[take, span], k[take].transpose(1, 2), out=scores)
+        scores, spare = buffers[:, : size * length * M].view(2, size, length, M)
+        z, dim = torch.bmm(q[take, span], k[take].transpose(1, 2), out=scores), -1
         if bias is not None:
             z += pairs_of(bias, everything[take], span)
         hidden = None if seen is None else ~pairs_of(seen, everything[take], span)
-        dim = -1
         if M <= SHORT:  # keys first: reductions of short rows idle, reductions over the first axis do not
-            z, weights, dim = spare.view(M, size, length).copy_(z.permute(2, 0, 1)), weights.view(M, size, length), 0
+            z, spare, dim = spare.view(M, size, length).copy_(z.permute(2, 0, 1)), scores.view(M, size, length), 0
             hidden = None if hidden is None else hidden.permute(2, 0, 1)
-        parts.append([x.flatten() for x in _chunk(z, weights, hidden, cap, dim)])
+        parts.append([x.flatten() for x in _chunk(z, spare, hidden, cap, dim)])
     entropy, peak, top, mean, low, broken = (torch.cat(p).view(B, H, N) for p in zip(*parts, strict=True))
     keys = float(M) if seen is None else seen.sum(-1).float()
     return Rows(
@@ -108,7 +112,7 @@ def _chunk(z: Tensor, buffer: Tensor, hidden: Tensor | None, cap: float | None, 
         z.masked_fill_(hidden, -math.inf)
     top = z.amax(dim)
     broken = torch.zeros_like(top)
-    if z.is_cuda or not (low.isfinite().all() and top.isfinite().all()):
+    if z.is_cuda or not math.isfinite(low.sum() + top.sum()):  # a sum is finite only if its terms are
         strange = z.isfinite().logical_not_()
         broken = (strange if hidden is None else strange & ~hidden).sum(dim).to(top.dtype)
     shift = top
@@ -117,10 +121,11 @@ def _chunk(z: Tensor, buffer: Tensor, hidden: Tensor | None, cap: float | None, 
         shift = soft_cap(top, cap)
         if hidden is not None:
             z.masked_fill_(hidden, -math.inf)
-    y = z.sub_(shift.unsqueeze(dim))
+    y = z.sub_(shift.unsqueeze(dim)).clamp_min_(UNDERFLOW)
     e = torch.exp(y, out=buffer)
     total = e.sum(dim)
     if hidden is not None:
         y.masked_fill_(hidden, 0.0)  # 0 · -inf
-    entropy = (total.log() - e.mul_(y).sum(dim) / total).clamp_min_(0.0)
+    entropy = total.log() - e.mul_(y).sum(dim) / total
+    F.threshold_(entropy, ZERO, 0.0)
     return entropy, 1.0 / total, top, mean, low, broken

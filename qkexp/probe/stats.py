@@ -105,8 +105,8 @@ def _magnitudes(x: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Layers (B, H, N, d) -> float32 (L·B, H, N, d), lengths (L·B, H, N), non-finite counts (L·B, H)."""
     stacked = _stack(x)
     norms = ((stacked * stacked) @ stacked.new_ones(stacked.shape[-1], 1)).sqrt_().squeeze(-1)
-    # a length is finite only if its terms are; the exact count is paid for where it is needed
-    if not norms.is_cuda and norms.isfinite().all():
+    # a sum is finite only if its terms are; the exact count is paid for where it is needed
+    if not norms.is_cuda and math.isfinite(norms.sum()):
         return stacked, norms, torch.zeros(norms.shape[:2], dtype=torch.int64)
     return stacked, norms, stacked.isfinite().logical_not_().flatten(2).sum(-1)
 
