@@ -126,6 +126,5 @@ def _chunk(z: Tensor, buffer: Tensor, hidden: Tensor | None, cap: float | None, 
     total = e.sum(dim)
     if hidden is not None:
         y.masked_fill_(hidden, 0.0)  # 0 · -inf
-    entropy = total.log() - e.mul_(y).sum(dim) / total
-    F.threshold_(entropy, ZERO, 0.0)
+    entropy = F.threshold(total.log() - e.mul_(y).sum(dim) / total, ZERO, 0.0)
     return entropy, 1.0 / total, top, mean, low, broken
