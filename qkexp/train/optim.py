@@ -67,6 +67,7 @@ class Updater:
         self.named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.flat = _share_storage([p for _, p in self.named])
         self.grad = torch.zeros_like(self.flat)
+        self._change = torch.empty_like(self.flat)
         self._pieces, self._membership = self._partition(attention_layers(model))
         self._decayed = torch.cat([p.new_full((p.numel(),), float(decays(n, p))) for n, p in self.named])
         self._parameter = nn.Parameter(self.flat)  # the same memory
@@ -94,9 +95,10 @@ class Updater:
         if self.cfg.weight_decay:
             factor = lr if self.cfg.decay == "coupled" else lr / self.cfg.lr
             self.flat *= 1.0 - factor * self.cfg.weight_decay * self._decayed
-        before = self.flat.clone()
+        self._change.copy_(self.flat)
         self.optimizer.step()
-        update = torch.linalg.vector_norm(self.flat - before) / math.sqrt(self.flat.numel()) / lr
+        self._change -= self.flat
+        update = torch.linalg.vector_norm(self._change) / math.sqrt(self.flat.numel()) / lr
         for _, parameter in self.named:
             parameter.grad = None
         return lr, update, torch.linalg.vector_norm(self.flat)
