@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pandas as pd
 
+from qkexp.config import keys
 from qkexp.record.load import Sweep
 from qkexp.train.outcome import ROSE, smooth
 
@@ -24,7 +25,7 @@ def stability(sweep: Sweep) -> pd.DataFrame:
 
     Returns:
         Columns ``variant, lr, seeds, median_val_loss, stable, reason``; ``stable`` is None, and the
-        reason says so, below 3 seeds.
+        reason says so, below 3 seeds and where runs differ in more than their seeds.
     """
     runs = sweep.runs
     runs = runs[runs.status.isin(["completed", "diverged"])]
@@ -39,19 +40,28 @@ def stability(sweep: Sweep) -> pd.DataFrame:
                 "lr": float(lr),  # type: ignore[arg-type]
                 "seeds": len(group),
                 "median_val_loss": float(np.median(group.final_val_loss)),
+                "mixed": ", ".join(_varied(group)),
             }
         )
-    table = pd.DataFrame(rows, columns=["variant", "lr", "seeds", "median_val_loss"])
-    enough = table[table.seeds >= MIN_SEEDS]
+    table = pd.DataFrame(rows, columns=["variant", "lr", "seeds", "median_val_loss", "mixed"])
+    enough = table[(table.seeds >= MIN_SEEDS) & (table.mixed == "")]
     best = float(enough.median_val_loss.min()) if len(enough) else math.nan
     limit = best + ROSE * (float(np.median(constant)) - best) if constant else math.nan
-    verdicts = [_verdict(int(r.seeds), float(r.median_val_loss), limit) for r in table.itertuples()]  # type: ignore[arg-type]
+    verdicts = [_verdict(int(r.seeds), float(r.median_val_loss), limit, str(r.mixed)) for r in table.itertuples()]  # type: ignore[arg-type]
     table["stable"] = pd.Series([v[0] for v in verdicts], dtype=object)
     table["reason"] = [v[1] for v in verdicts]
-    return table
+    return table.drop(columns="mixed")
 
 
-def _verdict(seeds: int, value: float, limit: float) -> tuple[bool | None, str]:
+def _varied(group: pd.DataFrame) -> list[str]:
+    """Identity keys other than seeds in which runs differ: such runs are no repetitions of one another."""
+    names = [k.name for k in keys() if k.meta["identity"] and not k.name.endswith("seed")]
+    return [name for name in names if group[name].astype(str).nunique() > 1]
+
+
+def _verdict(seeds: int, value: float, limit: float, mixed: str) -> tuple[bool | None, str]:
+    if mixed:
+        return None, f"runs differ in {mixed}"
     if seeds < MIN_SEEDS:
         return None, TOO_FEW
     stable = value <= limit

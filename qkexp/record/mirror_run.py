@@ -86,8 +86,7 @@ class Copy:
                         raise
 
     def _send(self, run: Run, final: bool) -> None:
-        # while the lock is held, an outcome may be an earlier attempt's
-        outcome = run.outcome if final or not (self.directory / "lock").exists() else None
+        outcome = run.outcome if final or self.ended() else None
         mark = head_mark(self.directory)
         if mark is None and outcome is None:
             return  # nothing yet, or just cleared for a new attempt
@@ -189,6 +188,10 @@ class Copy:
     def _keep(self) -> None:
         assert self.record is not None
         write_json(self.directory / "mirror.json", asdict(self.record))
+
+    def ended(self) -> bool:
+        """Whether the run has an outcome of its own; while its lock is held, one may be an earlier attempt's."""
+        return (self.directory / "outcome.json").exists() and not (self.directory / "lock").exists()
 
     def _signature(self) -> tuple[float, ...]:
         """Changes whenever there may be something to do, at the price of a few ``stat`` calls."""

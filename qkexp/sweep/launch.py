@@ -22,7 +22,7 @@ from qkexp.sweep.job import BUSY, CRASHED, INTERRUPTED, fail, run_frozen
 from qkexp.sweep.plan import Planned
 from qkexp.sweep.provenance import collect
 
-PRELOAD = ["torch", "timm", "qkexp.train.loop", "qkexp.train.optim"]
+PRELOAD = ["qkexp.sweep.preload"]
 RETRY_SECONDS = 1.0
 GRACE_SECONDS = 30.0
 

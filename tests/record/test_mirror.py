@@ -364,9 +364,15 @@ def test_a_mirror_that_was_killed_is_made_good_under_the_same_id(tmp_path: Path)
     (sweep / "broken").mkdir()
     (sweep / "broken" / "config.yaml").write_text("no: such key")
     (sweep / "broken" / "outcome.json").write_text('{"status": "failed"}')
-    mirror = start(sweep, ["broken", "run"], "project", "offline", "group")
-    wait_for(lambda: (read_json(directory / "mirror.json") or {}).get("next_step") == 3)
+    code = (
+        "import os; from pathlib import Path; from qkexp.record.mirror_run import Copy\n"
+        f"Copy(Path({str(directory)!r}), 'project', 'offline', 'group').advance(final=False)\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -9
+    assert read_json(directory / "mirror.json")["next_step"] == 3
     run_id = identifier(directory)
+    mirror = start(sweep, ["broken", "run"], "project", "offline", "group")
     mirror.process.kill()
     warning = mirror.close(10.0)
     assert warning is not None
@@ -395,8 +401,8 @@ def test_close_leaves_nothing_running(tmp_path: Path) -> None:
 class Stub(Copy):
     """A copy that raises what it is told to, and counts."""
 
-    def __init__(self, directory: Path, raises: Exception | None = None):
-        super().__init__(directory, "p", "offline", "g")
+    def __init__(self, directory: Path, raises: Exception | None = None, mode: Any = "online"):
+        super().__init__(directory, "p", mode, "g")
         self.raises, self.calls = raises, 0
 
     def advance(self, final: bool) -> None:
@@ -414,6 +420,18 @@ def test_a_failing_run_stops_no_other_and_is_tried_again_at_the_end(tmp_path: Pa
     bad.raises = None
     assert poll([bad, good], final=True)
     assert bad.error is None
+
+
+def test_an_offline_run_is_copied_once_it_has_ended_and_not_before(tmp_path: Path) -> None:
+    run = Stub(tmp_path, mode="offline")
+    poll([run], final=False)
+    (tmp_path / "outcome.json").write_text("{}")
+    (tmp_path / "lock").write_text("{}")  # an earlier attempt's outcome
+    poll([run], final=False)
+    assert run.calls == 0
+    (tmp_path / "lock").unlink()
+    poll([run], final=False)
+    assert run.calls == 1
 
 
 def test_a_dead_server_is_asked_once_a_poll_not_once_a_run(tmp_path: Path) -> None:

@@ -190,3 +190,13 @@ def test_lock_of_a_dead_process_is_stale_and_of_a_living_one_is_not() -> None:
     assert alive({"host": host, "pid": os.getpid(), "time": 0})
     assert alive({"host": "elsewhere", "pid": 1, "time": time.time()})
     assert not alive({"host": "elsewhere", "pid": 1, "time": time.time() - 3600})
+
+
+def test_the_server_that_runs_fork_from_has_imported_nothing_that_starts_threads() -> None:
+    code = (
+        "import sys, threading, qkexp.sweep.preload\n"
+        "print(sorted({'wandb', 'pandas', 'pyarrow', 'sklearn'} & set(sys.modules)), threading.active_count())\n"
+        "import wandb; print(wandb.__name__)"  # hidden from timm for a moment only
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["[] 1", "wandb"]
