@@ -25,8 +25,8 @@ class Capture:
 
     q: Tensor  # (B, H, N, d) as it enters the dot product
     k: Tensor  # (B, H, M, d)
-    q_length: Tensor  # (B, N, H) ‖q‖₂ of the projection, before any norm
-    k_length: Tensor  # (B, M, H)
+    q_length: Tensor | None  # (B, N, H) ‖q‖₂ of the projection, before any norm; None: it is q itself
+    k_length: Tensor | None  # (B, M, H)
     scale: Scale  # the factor on q·k
     spec: ScoreSpec  # cap and precision of the score
     versions: tuple[int, int] | None = field(init=False)
@@ -87,6 +87,7 @@ class QkexpAdapter:
     def attach(module: nn.Module, listener: Listener, sink: Callable[[Capture], None]) -> list[RemovableHandle]:
         """Hooks that call ``sink`` with a :class:`Capture` at each forward pass while the listener is active."""
         assert isinstance(module, Attention)
+        normed = {n: m for n, m in (("q", module.q_norm), ("k", module.k_norm)) if not isinstance(m, nn.Identity)}
         lengths: dict[str, Tensor] = {}
 
         def measure(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -97,18 +98,15 @@ class QkexpAdapter:
             return hook
 
         def core_hook(_module: nn.Module, args: tuple[Tensor, Tensor, Tensor, Scale]) -> None:
-            if listener.active and len(lengths) == 2:  # else a norm was passed by: the layer did not fire
+            if listener.active and len(lengths) == len(normed):  # else a norm was passed by: the layer did not fire
                 q, k, _, scale = args
                 # a learned scale is updated in place, perhaps before the step is measured
                 scale = scale.detach().clone() if isinstance(scale, Tensor) else scale
-                lq, lk = lengths.pop("q"), lengths.pop("k")
+                lq, lk = lengths.pop("q", None), lengths.pop("k", None)
                 sink(Capture(listener.take(q), listener.take(k), lq, lk, scale, module.core.spec))
 
-        return [
-            module.q_norm.register_forward_pre_hook(Hook(measure("q"))),
-            module.k_norm.register_forward_pre_hook(Hook(measure("k"))),
-            module.core.register_forward_pre_hook(Hook(core_hook)),
-        ]
+        handles = [norm.register_forward_pre_hook(Hook(measure(name))) for name, norm in normed.items()]
+        return [*handles, module.core.register_forward_pre_hook(Hook(core_hook))]
 
 
 ADAPTERS = (QkexpAdapter,)

@@ -124,12 +124,13 @@ class AttentionProbe:
         spec = captures[0].spec
         q, k, scales = [c.q for c in captures], [c.k for c in captures], [c.scale for c in captures]
         stats = layer_stats(q, k, scales, cap=spec.cap, score_dtype=spec.dtype)
-        stats |= raw_norms("q", [c.q_length for c in captures]) | raw_norms("k", [c.k_length for c in captures])
+        stats |= raw_norms("q", [c.q_length for c in captures], stats)
+        stats |= raw_norms("k", [c.k_length for c in captures], stats)
         return torch.stack([stats[name] for name in NAMES])
 
 
 def _signature(c: Capture) -> tuple:
-    return (c.q.shape, c.k.shape, c.q.dtype, c.q.device, c.spec)
+    return (c.q.shape, c.k.shape, c.q.dtype, c.q.device, c.spec, c.q_length is None, c.k_length is None)
 
 
 def _calls(layers: list[int], c: Capture) -> Iterator[list[int]]:

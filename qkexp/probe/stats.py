@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qkexp.model.core import soft_cap
-from qkexp.probe.metrics import COLLAPSED
+from qkexp.probe.metrics import COLLAPSED, NAMES
 from qkexp.probe.rows import MASKED, Rows, pairs_of, row_stats, visible
 
 
@@ -49,7 +49,7 @@ def attention_stats(
     if mask is not None and not _is_mask(mask):
         raise ValueError("mask must be bool, or additive with 0 (seen) and -1e4 or below (hidden); use bias else")
     out = layer_stats([q], [k], [scale], bias=bias, mask=mask, cap=cap)
-    return {name: value[0] for name, value in out.items()}
+    return {name: value[0] for name, value in out.items() if name in NAMES}
 
 
 @torch.no_grad()
@@ -65,7 +65,8 @@ def layer_stats(
 ) -> dict[str, Tensor]:
     """:func:`attention_stats` of several layers of one shape in one call: metric -> (layers, H).
 
-    ``score_dtype`` is the kernel's, None for that of q. A bias or mask is for a single layer.
+    ``score_dtype`` is the kernel's, None for that of q. A bias or mask is for a single layer. Beside the
+    metrics stand ``q_length_mean``, ``q_length_max`` and those of k, which the other's non-finite values do not spoil.
     """
     L, (B, H, *_) = len(q), q[0].shape
     with torch.autocast(q[0].device.type, enabled=False), _full_products():
@@ -81,11 +82,15 @@ def layer_stats(
             "max_logit_capped": soft_cap(out["max_logit"], cap),
         }
         broken = (q_bad + k_bad + rows.nonfinite).view(L, B, H).sum(1).float()
+        largest = [x.amax(-1).view(L, B, H).amax(1) for x in (q_norm, k_norm)]
+        lengths = torch.stack([out["q_in_norm_mean"], largest[0], out["k_in_norm_mean"], largest[1]])
+        lengths = torch.where(lengths.isfinite(), lengths, math.nan)
     masked_rows = out.pop("masked_rows")
     # one pass over all of them: what non-finite inputs spoil is absent
     values = torch.stack(list(out.values()))
     values = torch.where((broken == 0) & values.isfinite(), values, math.nan)
     out = dict(zip(out, values.unbind(), strict=True))
+    out |= dict(zip(("q_length_mean", "q_length_max", "k_length_mean", "k_length_max"), lengths.unbind(), strict=True))
     return out | {"masked_rows": masked_rows, "nonfinite": broken, "score_scale": scales}
 
 
@@ -118,11 +123,19 @@ def vector_norms(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def raw_norms(name: str, lengths: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Mean and maximum of ‖q‖ or ‖k‖, given (B, N, H) a layer -> metric: (layers, H)."""
-    norms = torch.stack(list(lengths))
-    values = torch.stack([norms.mean((1, 2)), norms.amax((1, 2))])
-    mean, largest = torch.where(values.isfinite(), values, math.nan).unbind()
+def raw_norms(name: str, lengths: Sequence[Tensor | None], stats: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Mean and maximum of ‖q‖ or ‖k‖ of the projections -> metric: (layers, H).
+
+    ``lengths`` are (B, N, H) a layer, or None where the projections are what enters the dot product: then
+    its ``stats`` have been measured already.
+    """
+    given = [x for x in lengths if x is not None]
+    if not given:
+        mean, largest = stats[f"{name}_length_mean"], stats[f"{name}_length_max"]
+    else:
+        norms = torch.stack(given)
+        values = torch.stack([norms.mean((1, 2)), norms.amax((1, 2))])
+        mean, largest = torch.where(values.isfinite(), values, math.nan).unbind()
     return {f"{name}_norm_mean": mean, f"{name}_norm_max": largest}
 
 

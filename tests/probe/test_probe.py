@@ -81,7 +81,7 @@ def test_detach_leaves_the_model_as_it_was(make_vit):
     def hooks(vit):
         return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) + len(m._backward_hooks) for m in vit.modules())
 
-    vit = make_vit()
+    vit = make_vit("attention=rmsnorm")
     probe = AttentionProbe(vit)
     assert hooks(vit) == 3 * 4
     probe.detach()
