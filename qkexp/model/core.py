@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +61,7 @@ SMALL = 1 << 18
 
 
 class RoundedSoftmax(torch.autograd.Function):
-    """Softmax over the last axis but one with the rounding of a low-precision kernel, computed in float32.
+    """Softmax over the last axis with the rounding of a low-precision kernel, computed in float32.
 
     Weights are rounded to z's dtype and the gradient is that of the rounded weights, as in PyTorch's own
     BF16 kernel. Unrounded weights would be another arithmetic: saturated rows keep a small gradient that
@@ -71,7 +70,7 @@ class RoundedSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor) -> Tensor:
-        p = z.softmax(-2, dtype=torch.float32).to(z.dtype)
+        p = z.float().softmax(-1).to(z.dtype)
         ctx.save_for_backward(p)
         return p
 
@@ -79,20 +78,20 @@ class RoundedSoftmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (p,) = ctx.saved_tensors
-        return torch._softmax_backward_data(grad.float(), p.float(), -2, torch.float32).to(p.dtype)
+        return torch._softmax_backward_data(grad.float(), p.float(), -1, torch.float32).to(p.dtype)
 
 
 def explicit(q: Tensor, k: Tensor, v: Tensor, scale: Scale, spec: ScoreSpec) -> Tensor:
     """Scores as a tensor. On CPU in BF16 this beats PyTorch's fused kernel (see docs/architecture.md)."""
     if spec.dtype is not None:
         q, k = q.to(spec.dtype), k.to(spec.dtype)
-    with torch.autocast(q.device.type, enabled=False) if spec.dtype is not None else nullcontext():
-        q = scale_query(q, scale)
-        if q.device.type == "cpu" and q.dtype.itemsize < 4 and q[..., 0].numel() * k.shape[-2] <= SMALL:
-            # keys first: a softmax over short rows idles, one across them does not
-            p = RoundedSoftmax.apply(soft_cap(k @ q.mT, spec.cap)).mT
-        else:
-            p = soft_cap(q @ k.mT, spec.cap).softmax(dim=-1)
+        with torch.autocast(q.device.type, enabled=False):
+            z = scale_query(q, scale) @ k.transpose(-2, -1)
+    else:
+        z = scale_query(q, scale) @ k.transpose(-2, -1)
+    c = soft_cap(z, spec.cap)
+    small = c.device.type == "cpu" and c.dtype.itemsize < 4 and c.numel() <= SMALL
+    p = RoundedSoftmax.apply(c) if small else c.softmax(dim=-1)
     return p.to(v.dtype) @ v
 
 
