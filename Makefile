@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
-reproduce: $(STAMP)  ## redraw the ViT-22B figure from real runs (about 9 minutes on two cores)
+reproduce: $(STAMP)  ## redraw the ViT-22B figure from real runs (about 8 minutes on two cores)
 	$(BIN)/qkexp reproduce
 
 test: $(STAMP)  ## run all tests
