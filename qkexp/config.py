@@ -106,10 +106,19 @@ class DataConfig:
 
 @dataclass
 class OptimConfig:
-    name: str = key("adamw", "Optimiser.", choices=("adamw",))
+    name: str = key(
+        "adamw",
+        "Optimiser. muon: of the blocks' matrices, with AdamW for all else.",
+        choices=("adam", "adamw", "sgd", "muon"),
+    )
     lr: float = key(1e-3, "Peak learning rate, reached exactly at the end of the warm-up.", above=0.0)
     warmup: int = key(0, "Steps of linear warm-up from 0; as long as the run or longer: a ramp.", low=0)
-    schedule: str = key("cosine", "What follows the warm-up.", choices=("cosine", "constant"))
+    schedule: str = key(
+        "cosine",
+        "What follows the warm-up; rsqrt falls as 1/sqrt(step) on the scale of the warm-up.",
+        choices=("cosine", "constant", "linear", "rsqrt"),
+    )
+    cooldown: int = key(0, "Last steps of rsqrt, linear to 0.", low=0)
     weight_decay: float = key(0.0, "Decay of weight matrices; never of gains, biases, learned scales.", low=0.0)
     decay: str = key(
         "independent",
@@ -118,6 +127,8 @@ class OptimConfig:
     )
     betas: list[float] = key([0.9, 0.999], "Adam's averaging of gradient and squared gradient, each in [0, 1).")
     eps: float = key(1e-8, "Adam's epsilon.", above=0.0)
+    momentum: float = key(0.9, "Momentum of sgd and muon, in [0, 1).", low=0.0, below=1.0)
+    qk_lr_scale: float = key(1.0, "Factor on the updates of the Q and K projections; 0 freezes them.", low=0.0)
 
 
 @dataclass
@@ -128,7 +139,14 @@ class PrecisionConfig:
 @dataclass
 class TrainConfig:
     steps: int = key(400, "Optimiser steps.", low=1)
-    batch_size: int = key(64, "Images a step.", low=1)
+    batch_size: int = key(64, "Images of a microbatch.", low=1)
+    accumulate: int = key(1, "Microbatches a step, whose gradients are averaged.", low=1)
+    loss: str = key(
+        "ce",
+        "ce: cross-entropy. sigmoid: binary cross-entropy summed over classes (ViT-22B).",
+        choices=("ce", "sigmoid"),
+    )
+    label_smoothing: float = key(0.0, "Share of a label spread over all classes, in [0, 1).", low=0.0, below=1.0)
     clip_norm: float | None = key(None, "Largest gradient norm; null = no clipping.", above=0.0)
     eval_every: int = key(0, "Validation every so many steps; 0 = at the end only.", identity=False, low=0)
     checkpoint_every: int = key(0, "Checkpoint every so many steps; 0 = at the end only.", identity=False, low=0)
@@ -352,6 +370,10 @@ def _check_combinations(cfg: RunConfig) -> None:
         raise ConfigError("attention.backend", a.backend, "auto | explicit while attention.score_dtype=fp32")
     if a.backend == "flex" and cfg.device != "cuda":
         raise ConfigError("attention.backend", a.backend, "auto | explicit | sdpa unless device=cuda")
+    if o.cooldown and o.schedule != "rsqrt":
+        raise ConfigError("optim.cooldown", o.cooldown, f"0 while optim.schedule={o.schedule}")
+    if o.cooldown > cfg.train.steps:
+        raise ConfigError("optim.cooldown", o.cooldown, f"at most train.steps={cfg.train.steps}")
     if len(o.betas) != 2 or not all(isinstance(b, float) and 0.0 <= b < 1.0 for b in o.betas):
         raise ConfigError("optim.betas", o.betas, "two numbers in [0, 1)")
     count = isinstance(p.images, int) and not isinstance(p.images, bool) and p.images >= 1

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
@@ -42,20 +43,24 @@ class RunWriter:
     """The recorder of one run (the protocol of :class:`qkexp.train.loop.Recorder`).
 
     Args:
-        directory: the run's; what an earlier attempt left there is replaced.
+        directory: the run's.
         cfg: the resolved configuration.
         provenance: what is known of code, host and command line.
+        keep: steps that an earlier attempt recorded and that stay; everything else of it is replaced.
     """
 
-    def __init__(self, directory: Path, cfg: RunConfig, provenance: dict[str, Any]):
+    def __init__(self, directory: Path, cfg: RunConfig, provenance: dict[str, Any], keep: int = 0):
         self.directory, self.cfg, self.provenance = directory, cfg, provenance
         self._rows: list[dict[str, float]] = []
         self._frames: list[Frame] = []
         self._first_events: dict[str, int] = {}
-        self._steps = 0
+        self._steps = keep
         self._start = self._flushed = time.monotonic()
-        clear(directory)
-        (directory / "parts").mkdir()
+        if keep:
+            self._first_events = rewind(directory, keep)
+        else:
+            clear(directory)
+        (directory / "parts").mkdir(exist_ok=True)
         write_text(directory / "config.yaml", yaml.safe_dump(as_dict(cfg), sort_keys=False))
         self.note()
         from qkexp.train.checkpoint import Checkpoints  # imports torch, which readers of runs do not need
@@ -135,6 +140,32 @@ def clear(directory: Path) -> None:
     for name in ("scalars.parquet", "attention.parquet", "events.jsonl", "outcome.json"):
         (directory / name).unlink(missing_ok=True)
     (directory / "events.jsonl").touch()
+
+
+def rewind(directory: Path, keep: int) -> dict[str, int]:
+    """Cut tables and events back to the first ``keep`` steps; returns the first step of each kind of event."""
+    for table in TABLES:
+        whole = directory / f"{table}.parquet"
+        for path in [whole, *sorted((directory / "parts").glob(f"{table}-*.parquet"))]:
+            if not path.exists():
+                continue
+            rows = pq.ParquetFile(path).read()
+            kept = rows.filter(pc.field("step") < keep)
+            if path == whole:
+                (directory / "parts").mkdir(exist_ok=True)
+                write_table(directory / "parts" / f"{table}-00000000.parquet", kept)
+            elif len(kept) and len(kept) < len(rows):
+                write_table(path, kept)
+            if path == whole or not len(kept):
+                path.unlink()
+    (directory / "outcome.json").unlink(missing_ok=True)
+    lines = (directory / "events.jsonl").read_text().splitlines() if (directory / "events.jsonl").exists() else []
+    events = [event for event in map(json.loads, filter(None, lines)) if event["step"] < keep]
+    write_text(directory / "events.jsonl", "".join(json.dumps(event) + "\n" for event in events))
+    first: dict[str, int] = {}
+    for event in events:
+        first.setdefault(event["kind"], event["step"])
+    return first
 
 
 def attention_table(frames: list[Frame]) -> pa.Table:

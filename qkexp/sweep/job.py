@@ -21,11 +21,13 @@ from typing import Any
 
 import torch
 
-from qkexp.config import RunConfig, UserError, to_typed
+from qkexp.config import ConfigError, RunConfig, UserError, to_typed
 from qkexp.record.load import read_json
 from qkexp.record.run import RunWriter, write_json
 from qkexp.sweep.status import FINISHED, alive
+from qkexp.train import checkpoint
 from qkexp.train import data as datasets
+from qkexp.train.events import Event
 from qkexp.train.loop import train
 from qkexp.train.precision import resolve
 
@@ -55,12 +57,12 @@ def execute(cfg: RunConfig, directory: Path, provenance: dict[str, Any], *, agai
         outcome = read_json(directory / "outcome.json")
         if outcome and outcome.get("status") in FINISHED and not again:
             return DONE  # another launcher was faster
-        return _train(cfg, directory, provenance)
+        return _train(cfg, directory, provenance, again=again)
     finally:
         (directory / "lock").unlink(missing_ok=True)
 
 
-def _train(cfg: RunConfig, directory: Path, provenance: dict[str, Any]) -> int:
+def _train(cfg: RunConfig, directory: Path, provenance: dict[str, Any], *, again: bool) -> int:
     prepare_cpu()
     handler = logging.FileHandler(directory / "log.txt")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -70,10 +72,13 @@ def _train(cfg: RunConfig, directory: Path, provenance: dict[str, Any]) -> int:
     try:
         resolve(cfg)
         facts = {**provenance, "device": _device_name(cfg.device), "threads": torch.get_num_threads()}
-        record = RunWriter(directory, cfg, facts)
-        log.info("training %s", directory.name)
+        resume = None if again else _resume(cfg, directory)
+        record = RunWriter(directory, cfg, facts, keep=resume["step"] if resume else 0)
+        if resume:
+            record.event(Event(resume["step"], "resumed"))
+        log.info("training %s from step %d", directory.name, resume["step"] if resume else 0)
         with _signals() as stop:
-            outcome = train(cfg, datasets.load(cfg.data), record, stop)
+            outcome = train(cfg, datasets.load(cfg.data), record, stop, resume)
         record.finish(outcome)
         log.info("%s after %d steps: %s", outcome["status"], outcome["step"], outcome["reason"])
         return INTERRUPTED if outcome["status"] == "interrupted" else DONE
@@ -90,6 +95,18 @@ def _train(cfg: RunConfig, directory: Path, provenance: dict[str, Any]) -> int:
     finally:
         log.removeHandler(handler)
         handler.close()
+
+
+def _resume(cfg: RunConfig, directory: Path) -> dict[str, Any] | None:
+    """The state to go on from, where an earlier attempt left one.
+
+    Raises:
+        UserError: it was made for another number of steps, and so for another schedule.
+    """
+    state = checkpoint.latest(directory / "checkpoints")
+    if state is not None and state["steps"] != cfg.train.steps:
+        raise ConfigError("train.steps", cfg.train.steps, f"{state['steps']}, with which {directory} was begun")
+    return state
 
 
 def fail(directory: Path, reason: str, steps: int, seconds: float | None = None) -> None:
@@ -143,7 +160,7 @@ def _signals() -> Iterator[Any]:
     """SIGTERM and SIGINT ask the loop to stop after its step; yields the loop's ``stop``."""
     asked: list[str] = []
     previous = {}
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         if number == signal.SIGINT and signal.getsignal(number) == signal.SIG_IGN:
             continue
         previous[number] = signal.signal(number, lambda n, _: asked.append(f"stopped by {signal.Signals(n).name}"))

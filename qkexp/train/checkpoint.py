@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 KEEP = 2
+log = logging.getLogger("qkexp")
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -27,6 +29,33 @@ def load(path: Path) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
+def latest(folder: Path) -> dict[str, Any] | None:
+    """The newest checkpoint that can be read and whose weights are finite; None where there is none.
+
+    One that is torn or corrupt is said and passed over for the one before.
+    """
+    for step in reversed(steps(folder)):
+        path = folder / name(step)
+        try:
+            state = load(path)
+            if state["step"] == step and all(t.isfinite().all() for t in state["model"].values()):
+                return state
+            why = "its weights are not finite"
+        except Exception as error:  # whatever a torn file makes the reader say
+            why = f"{type(error).__name__}"
+        log.warning("%s cannot be used (%s): going back to the one before", path.name, why)
+    return None
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps of which there is a checkpoint."""
+    return sorted(int(p.stem.removeprefix("step-")) for p in folder.glob("step-*.pt"))
+
+
+def name(step: int) -> str:
+    return f"step-{step:08d}.pt"
+
+
 class Checkpoints:
     """The last two checkpoints of a run, and the last healthy one before the first event of each kind."""
 
@@ -41,16 +70,13 @@ class Checkpoints:
         """
         if not all(t.isfinite().all() for t in state["model"].values()):
             return
-        save(self.folder / f"step-{step:08d}.pt", {"step": step, **state})
+        save(self.folder / name(step), {"step": step, **state})
         self._prune(first_events)
 
-    def steps(self) -> list[int]:
-        return sorted(int(p.stem.removeprefix("step-")) for p in self.folder.glob("step-*.pt"))
-
     def _prune(self, first_events: dict[str, int]) -> None:
-        steps = self.steps()
+        found = steps(self.folder)
         for at in first_events.values():
-            self._kept |= set([s for s in steps if s <= at][-1:])
-        for step in steps[:-KEEP]:
+            self._kept |= set([s for s in found if s <= at][-1:])
+        for step in found[:-KEEP]:
             if step not in self._kept:
-                (self.folder / f"step-{step:08d}.pt").unlink(missing_ok=True)
+                (self.folder / name(step)).unlink(missing_ok=True)

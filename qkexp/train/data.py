@@ -27,11 +27,6 @@ class Split:
     def to(self, device: torch.device) -> Split:
         return Split(self.images.to(device), self.labels.to(device))
 
-    def constant_loss(self, classes: int) -> float:
-        """Cross-entropy, nats, of the best predictor that ignores the image: the labels' entropy."""
-        p = torch.bincount(self.labels.cpu(), minlength=classes).double() / len(self)
-        return float(torch.special.entr(p).sum())
-
 
 @dataclass(frozen=True)
 class Dataset:

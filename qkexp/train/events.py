@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -49,6 +50,21 @@ class Detector:
         self._medians: dict[int, tuple[float, float]] = {}
         self._streak: dict[int, int] = defaultdict(int)
         self._seen: set[tuple[str, int]] = set()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain Python, for a checkpoint: a detector that goes on says what one that never stopped says."""
+        return {
+            "history": {layer: [list(pair) for pair in pairs] for layer, pairs in self._history.items()},
+            "medians": {layer: list(pair) for layer, pair in self._medians.items()},
+            "streak": dict(self._streak),
+            "seen": [list(key) for key in sorted(self._seen)],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._history.update({layer: [(a, b) for a, b in pairs] for layer, pairs in state["history"].items()})
+        self._medians.update({layer: (pair[0], pair[1]) for layer, pair in state["medians"].items()})
+        self._streak.update(state["streak"])
+        self._seen |= {(kind, layer) for kind, layer in state["seen"]}
 
     def feed(self, step: int, max_abs_logit: np.ndarray, entropy_frac: np.ndarray) -> list[Event]:
         """One probed step: the layers' values, in forward order (NaN where absent) -> new events."""

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from qkexp.config import RunConfig
 from qkexp.model.vit import build_vit
@@ -19,6 +18,7 @@ from qkexp.probe.metrics import NAMES
 from qkexp.probe.probe import AttentionProbe
 from qkexp.train.data import Dataset, Split, batch_indices
 from qkexp.train.events import Detector, Event
+from qkexp.train.objective import constant_loss, objective
 from qkexp.train.optim import PARTS, Updater
 from qkexp.train.outcome import final_figures, judge
 from qkexp.train.precision import autocast
@@ -38,7 +38,13 @@ class Recorder(Protocol):
     def checkpoint(self, step: int, state: dict[str, Any]) -> None: ...
 
 
-def train(cfg: RunConfig, data: Dataset, record: Recorder, stop: Callable[[], str | None]) -> dict[str, Any]:
+def train(
+    cfg: RunConfig,
+    data: Dataset,
+    record: Recorder,
+    stop: Callable[[], str | None],
+    resume: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Train one run and return its outcome.
 
     A step whose loss or gradient is not finite ends the run before it touches the weights; the tables
@@ -49,20 +55,23 @@ def train(cfg: RunConfig, data: Dataset, record: Recorder, stop: Callable[[], st
         data: images and labels.
         record: takes rows, frames, events and checkpoints.
         stop: asked after each step; a text means "stop now, for this reason".
+        resume: a checkpoint of this run to go on from; every later row is then what it would have been.
 
     Returns:
         The content of outcome.json but for the wall time; ``step`` is the number of rows recorded.
     """
     device, steps, batch_size = torch.device(cfg.device), cfg.train.steps, cfg.train.batch_size
 
-    def indices(step: int) -> Tensor:
-        return torch.from_numpy(batch_indices(cfg.data.seed, step, len(data.train), batch_size))
+    accumulate = cfg.train.accumulate
+
+    def indices(microbatch: int) -> Tensor:
+        return torch.from_numpy(batch_indices(cfg.data.seed, microbatch, len(data.train), batch_size))
 
     first_images = data.train.images[indices(0)]
     model = build_vit(
         cfg, image_size=data.image_size, channels=data.channels, classes=data.classes, like=first_images
     ).to(device)
-    constant_loss = data.train.constant_loss(data.classes)
+    chance = constant_loss(data.train.labels, data.classes, cfg.train)
     data = data.to(device)
     probe = AttentionProbe(model, every=cfg.probe.every, images=cfg.probe.images)
     updater = Updater(model, cfg.optim, steps)
@@ -72,6 +81,15 @@ def train(cfg: RunConfig, data: Dataset, record: Recorder, stop: Callable[[], st
     best: dict[str, float] = {}
     nonfinite: str | None = None
     stopped: str | None = None
+    first = 0
+    torch.manual_seed(cfg.seed)  # dropout; weights and sample order have seeds of their own
+    if resume is not None:
+        first, losses = resume["step"], resume["losses"].tolist()
+        validation, best = resume["validation"], resume["best"]
+        model.load_state_dict(resume["model"])
+        updater.load_state_dict(resume["optimizers"])
+        detector.load_state_dict(resume["detector"])
+        set_random_state(resume["random"])
 
     def flush() -> None:
         for event in detect(detector, record.flush()):
@@ -79,32 +97,44 @@ def train(cfg: RunConfig, data: Dataset, record: Recorder, stop: Callable[[], st
 
     def save(done: int) -> None:
         flush()
-        record.checkpoint(done, {"model": model.state_dict(), "optimizer": updater.optimizer.state_dict()})
+        state = {
+            "steps": steps,
+            "losses": torch.tensor(losses, dtype=torch.float64),
+            "validation": validation,
+            "best": best,
+            "model": model.state_dict(),
+            "optimizers": updater.state_dict(),
+            "detector": detector.state_dict(),
+            "random": random_state(),
+        }
+        record.checkpoint(done, state)
 
     model.train()
-    for step in range(steps):
+    for step in range(first, steps):
         start = clock(device)
-        take = indices(step).to(device)
-        images, labels = data.train.images[take], data.train.labels[take]
-
+        passes: list[Tensor] = []  # of each microbatch: loss, largest |output logit|, mean log-partition
         with probe.step(step):
-            with autocast(cfg.precision, cfg.device):
-                logits = model(images)
-            logits = logits.float()
-            loss = F.cross_entropy(logits, labels)
-            loss.backward()
+            for microbatch in range(step * accumulate, (step + 1) * accumulate):
+                take = indices(microbatch).to(device)
+                with autocast(cfg.precision, cfg.device):
+                    logits = model(data.train.images[take])
+                logits = logits.float()
+                loss = objective(logits, data.train.labels[take], cfg.train)
+                (loss / accumulate).backward()
+                passes.append(torch.stack([loss.detach(), *output_figures(logits)]))
             backward_done = clock(device)
         probe_seconds = clock(device) - backward_done
         if probe.frame is not None:
             record.frame(probe.frame)
-        if step == 0:
+        if step == first:
             record.note(dtypes=dtypes(model, logits, cfg))
 
         norms = updater.grad_norms()
         if cfg.train.clip_norm is not None:
             updater.clip(cfg.train.clip_norm, norms.total)
-        seen = [loss, norms.total, *norms.parts, *output_figures(logits)]
-        values = torch.stack([v.detach().double() for v in seen]).tolist()  # the step's one synchronisation
+        outputs = torch.stack(passes).double()
+        seen = [outputs[:, 0].mean(), norms.total, *norms.parts, outputs[:, 1].max(), outputs[:, 2].mean()]
+        values = torch.stack(seen).tolist()  # the step's one synchronisation
         if not (math.isfinite(values[0]) and math.isfinite(values[1])):
             what = "loss" if not math.isfinite(values[0]) else "grad_norm"
             nonfinite = f"{what} is {values[0] if what == 'loss' else values[1]} at step {step}"
@@ -148,14 +178,14 @@ def train(cfg: RunConfig, data: Dataset, record: Recorder, stop: Callable[[], st
     if stopped is not None:
         status, reason = "interrupted", stopped
     else:
-        status, reason = judge(np.array(losses), constant_loss, nonfinite)
+        status, reason = judge(np.array(losses), chance, nonfinite)
     finished = status in ("completed", "diverged") and nonfinite is None
     return {
         "status": status,
         "reason": reason,
         "step": len(losses),
         "steps": steps,
-        "constant_loss": constant_loss,
+        "constant_loss": chance,
         "final": {
             **final_figures(np.array(losses)),
             "val_loss": validation["val_loss"] if finished else None,
@@ -175,7 +205,7 @@ def evaluate(model: nn.Module, split: Split, cfg: RunConfig) -> dict[str, float]
         images, labels = split.images[at : at + EVAL_BATCH], split.labels[at : at + EVAL_BATCH]
         with autocast(cfg.precision, cfg.device):
             logits = model(images)
-        loss += F.cross_entropy(logits.float(), labels, reduction="sum").item()
+        loss += objective(logits.float(), labels, cfg.train, reduction="sum").item()
         right += int((logits.argmax(-1) == labels).sum())
     model.train()
     return {
@@ -183,6 +213,18 @@ def evaluate(model: nn.Module, split: Split, cfg: RunConfig) -> dict[str, float]
         "val_accuracy": right / len(split),
         "eval_seconds": time.perf_counter() - start,
     }
+
+
+def random_state() -> dict[str, Tensor]:
+    """State of the random generators that a step draws from."""
+    state = {"cpu": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def set_random_state(state: dict[str, Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def clock(device: torch.device) -> float:

@@ -1,10 +1,11 @@
-"""Learning rate, weight decay, gradient statistics and the update: what happens after backward."""
+"""Weight decay, gradient statistics and the update: what happens after backward."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,23 +14,9 @@ from torch.nn import functional as F
 from qkexp.config import OptimConfig
 from qkexp.model.attention import Attention
 from qkexp.model.vit import attention_layers
+from qkexp.train.schedule import learning_rate
 
 PARTS = ("qk", "vo", "mlp", "rest")
-
-
-def learning_rate(step: int, steps: int, cfg: OptimConfig) -> float:
-    """The rate used at ``step`` (from 0): linear warm-up, then cosine towards 0 or constant.
-
-    The largest rate is exactly ``cfg.lr``, at the last step of the warm-up (the first without one). A
-    warm-up longer than the run is a ramp that stops on its way.
-    """
-    if step < cfg.warmup:
-        return cfg.lr * ((step + 1) / cfg.warmup)
-    if cfg.schedule == "constant":
-        return cfg.lr
-    peak = max(cfg.warmup - 1, 0)
-    progress = (step - peak) / (steps - peak)
-    return cfg.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def decays(name: str, parameter: Tensor) -> bool:
@@ -59,7 +46,11 @@ class Updater:
 
     Decay is applied here and not by the optimiser, so that "independent" (θ ← θ − s_t·λ·θ, s_t the
     schedule in [0, 1]; Wortsman et al. 2023) and "coupled" (θ ← θ − lr_t·λ·θ, PyTorch's AdamW) differ
-    in one factor and an update can be measured without it.
+    in one factor and an update can be measured without it. ``adam`` is the classic one, whose decay is
+    a gradient (λ·θ) and so goes through the moments.
+
+    ``optim.qk_lr_scale`` multiplies the whole change of the Q and K projections, decay included: at 0 they
+    keep their initial bits.
     """
 
     def __init__(self, model: nn.Module, cfg: OptimConfig, steps: int):
@@ -68,13 +59,16 @@ class Updater:
         self.flat = _share_storage([p for _, p in self.named])
         self.grad = torch.zeros_like(self.flat)
         self._change = torch.empty_like(self.flat)
-        self._pieces, self._membership = self._partition(attention_layers(model))
+        layers = attention_layers(model)
+        self._pieces, self._membership = self._partition(layers)
+        self._qk = [  # rows of q and k come first in a fused projection
+            slice(span.start, span.start + 2 * (span.stop - span.start) // 3)
+            for name, span in _spans(self.named)
+            if any(name.startswith(f"{layer}.qkv.") for layer in layers)
+        ]
         self._decayed = torch.cat([p.new_full((p.numel(),), float(decays(n, p))) for n, p in self.named])
-        self._parameter = nn.Parameter(self.flat)  # the same memory
-        self._parameter.grad = self.grad
-        self.optimizer = torch.optim.Adam(
-            [self._parameter], lr=cfg.lr, betas=(cfg.betas[0], cfg.betas[1]), eps=cfg.eps, fused=True
-        )
+        matrices, rest = self._split()
+        self.optimizers = OPTIMIZERS[cfg.name](matrices, rest, cfg)
 
     def grad_norms(self) -> GradNorms:
         """Gather the gradients of the parameters, and measure them."""
@@ -91,17 +85,59 @@ class Updater:
     def step(self, step: int) -> tuple[float, Tensor, Tensor]:
         """Decay and update. Returns the rate used, the RMS of Δθ ÷ rate without decay, and ‖θ‖₂ after."""
         lr = learning_rate(step, self.steps, self.cfg)
-        self.optimizer.param_groups[0]["lr"] = lr
-        if self.cfg.weight_decay:
+        kept = [self.flat[span].clone() for span in self._qk] if self.cfg.qk_lr_scale != 1.0 else []
+        if self.cfg.weight_decay and self.cfg.name == "adam":
+            self.grad.addcmul_(self.flat, self._decayed, value=self.cfg.weight_decay)
+        elif self.cfg.weight_decay:
             factor = lr if self.cfg.decay == "coupled" else lr / self.cfg.lr
             self.flat *= 1.0 - factor * self.cfg.weight_decay * self._decayed
         self._change.copy_(self.flat)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+        for span, before in zip(self._qk, kept, strict=False):
+            self.flat[span].copy_(torch.lerp(before, self.flat[span], self.cfg.qk_lr_scale))
         self._change -= self.flat
         update = torch.linalg.vector_norm(self._change) / math.sqrt(self.flat.numel()) / lr
         for _, parameter in self.named:
             parameter.grad = None
         return lr, update, torch.linalg.vector_norm(self.flat)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [optimizer.state_dict() for optimizer in self.optimizers]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+    def _split(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Views of the vector for the optimiser: the blocks' matrices (q, k and v apart), and all between them."""
+        matrices: list[nn.Parameter] = []
+        rest: list[nn.Parameter] = []
+        if self.cfg.name != "muon":
+            return [], [self._view(slice(0, self.flat.numel()))]
+        free = 0
+        for name, span in _spans(self.named):
+            shape = dict(self.named)[name].shape
+            if name.startswith("blocks.") and decays(name, dict(self.named)[name]):
+                if free < span.start:
+                    rest.append(self._view(slice(free, span.start)))
+                parts = 3 if ".qkv." in name else 1
+                size = (span.stop - span.start) // parts
+                for i in range(parts):
+                    at = slice(span.start + i * size, span.start + (i + 1) * size)
+                    matrices.append(self._view(at, (shape[0] // parts, shape[1])))
+                free = span.stop
+        if free < self.flat.numel():
+            rest.append(self._view(slice(free, self.flat.numel())))
+        return matrices, rest
+
+    def _view(self, span: slice, shape: Sequence[int] = (-1,)) -> nn.Parameter:
+        """A parameter that is a piece of the vector, and its gradient the same piece of the gradient."""
+        parameter = nn.Parameter(self.flat[span].view(*shape))
+        parameter.grad = self.grad[span].view(*shape)
+        return parameter
 
     def _partition(self, attention: dict[str, Attention]) -> tuple[list[Tensor], Tensor]:
         """Views of the flat gradient, and a matrix (pieces, 4) that says which part each belongs to."""
@@ -136,3 +172,39 @@ def _share_storage(parameters: Sequence[nn.Parameter]) -> Tensor:
         parameter.data = flat[at : at + parameter.numel()].view(parameter.shape)
         at += parameter.numel()
     return flat
+
+
+def _spans(named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, slice]]:
+    """Name of each parameter and its place in the vector."""
+    out, at = [], 0
+    for name, parameter in named:
+        out.append((name, slice(at, at + parameter.numel())))
+        at += parameter.numel()
+    return out
+
+
+Optimizers = list[torch.optim.Optimizer]
+
+
+def _adam(matrices: list[nn.Parameter], rest: list[nn.Parameter], cfg: OptimConfig) -> Optimizers:
+    return [torch.optim.Adam(rest, lr=cfg.lr, betas=(cfg.betas[0], cfg.betas[1]), eps=cfg.eps, fused=True)]
+
+
+def _sgd(matrices: list[nn.Parameter], rest: list[nn.Parameter], cfg: OptimConfig) -> Optimizers:
+    return [torch.optim.SGD(rest, lr=cfg.lr, momentum=cfg.momentum, fused=True)]
+
+
+def _muon(matrices: list[nn.Parameter], rest: list[nn.Parameter], cfg: OptimConfig) -> Optimizers:
+    """PyTorch's Muon on matrices, with updates of AdamW's size so that one rate serves both."""
+    muon = torch.optim.Muon(
+        matrices, lr=cfg.lr, weight_decay=0.0, momentum=cfg.momentum, adjust_lr_fn="match_rms_adamw"
+    )
+    return [muon, *_adam([], rest, cfg)]
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter], list[nn.Parameter], OptimConfig], Optimizers]] = {
+    "adam": _adam,
+    "adamw": _adam,
+    "sgd": _sgd,
+    "muon": _muon,
+}

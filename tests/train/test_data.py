@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 
@@ -53,13 +51,6 @@ def test_every_epoch_is_a_fresh_permutation_without_incomplete_batches() -> None
     for epoch in epochs:
         assert len(set(epoch.tolist())) == 98
     assert epochs[0].tolist() != epochs[1].tolist()
-
-
-def test_constant_loss_is_the_entropy_of_the_labels(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    data = load(DataConfig(seed=0, root=str(tmp_path)))
-    p = np.bincount(data.train.labels.numpy()) / 1437
-    assert math.isclose(data.train.constant_loss(10), -(p * np.log(p)).sum(), rel_tol=1e-9)
-    assert data.train.constant_loss(10) < math.log(10)
 
 
 def test_synthetic_data_has_the_size_asked_for_and_follows_its_seed() -> None:

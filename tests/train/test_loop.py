@@ -12,7 +12,7 @@ from qkexp.compose import compose_sweep
 from qkexp.config import RunConfig
 from qkexp.probe.frame import Frame
 from qkexp.train import loop
-from qkexp.train.checkpoint import Checkpoints, load
+from qkexp.train.checkpoint import Checkpoints, load, steps
 from qkexp.train.data import load as load_data
 from qkexp.train.events import Event
 
@@ -123,14 +123,14 @@ def test_bf16_run_keeps_float32_weights() -> None:
 
 def _break_at(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> None:
     calls = {"n": 0}
-    original = loop.F.cross_entropy
+    original = loop.objective
 
     def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
         loss = original(*args, **kwargs)
         calls["n"] += 1
         return loss * value if calls["n"] == step + 1 else loss
 
-    monkeypatch.setattr(loop.F, "cross_entropy", broken)
+    monkeypatch.setattr(loop, "objective", broken)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -186,17 +186,17 @@ def test_checkpoints_keep_the_last_two_and_the_last_healthy_one(tmp_path) -> Non
     state = {"model": {"w": torch.ones(3)}}
     for step in (10, 20, 30):
         store.save(step, state, {})
-    assert store.steps() == [20, 30]
+    assert steps(tmp_path) == [20, 30]
     for step in (40, 50, 60):
         store.save(step, state, {"logit_runaway": 35})
-    assert store.steps() == [30, 50, 60], "30 is the last before the first event"
+    assert steps(tmp_path) == [30, 50, 60], "30 is the last before the first event"
 
 
 def test_nonfinite_weights_never_become_a_checkpoint(tmp_path) -> None:  # type: ignore[no-untyped-def]
     store = Checkpoints(tmp_path)
     store.save(10, {"model": {"w": torch.ones(3)}}, {})
     store.save(20, {"model": {"w": torch.tensor([1.0, math.nan])}}, {})
-    assert store.steps() == [10]
+    assert steps(tmp_path) == [10]
 
 
 def test_checkpoint_loads_without_trusting_it(tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -205,3 +205,22 @@ def test_checkpoint_loads_without_trusting_it(tmp_path) -> None:  # type: ignore
     assert again["step"] == 5
     assert torch.equal(again["model"]["w"], torch.ones(3))
     assert not list(tmp_path.glob(".*")), "no temporary file stays"
+
+
+def test_microbatches_make_the_step_of_one_large_batch() -> None:
+    """Loss, gradient and measured images are those of all microbatches; sums differ in their order only."""
+    whole = run("train.batch_size=32", "precision=fp32", "train.steps=6")[0]
+    parts = run("train.batch_size=8", "train.accumulate=4", "precision=fp32", "train.steps=6")[0]
+    for a, b in zip(whole.rows, parts.rows, strict=True):
+        for name in ("loss", "grad_norm", "grad_norm_qk", "out_logz_mean", "out_logit_absmax"):
+            assert b[name] == pytest.approx(a[name], rel=2e-3), name
+    for a, b in zip(whole.frames, parts.frames, strict=True):
+        for metric in ("entropy_mean", "max_abs_logit", "q_norm_mean", "attn_max_mean"):
+            key = f"attn/L01/{metric}"
+            assert b.scalars()[key] == pytest.approx(a.scalars()[key], rel=2e-3), metric
+
+
+def test_sigmoid_loss_starts_at_ten_coins_and_chance_is_its_own() -> None:
+    record, outcome = run("train.loss=sigmoid")
+    assert record.rows[0]["loss"] == pytest.approx(10 * math.log(2), rel=0.05)
+    assert outcome["constant_loss"] == pytest.approx(-10 * (0.1 * math.log(0.1) + 0.9 * math.log(0.9)), rel=1e-3)

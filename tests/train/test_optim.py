@@ -6,12 +6,14 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from qkexp.compose import compose_sweep
 from qkexp.config import OptimConfig
 from qkexp.model.vit import build_vit
-from qkexp.train.optim import PARTS, Updater, decays, learning_rate
+from qkexp.train.optim import PARTS, Updater, decays
+from qkexp.train.schedule import learning_rate
 
 
 def vit(attention: str = "rmsnorm") -> torch.nn.Module:
@@ -157,3 +159,124 @@ def test_parameters_keep_names_and_shapes_after_sharing_storage() -> None:
     assert {n: p.shape for n, p in model.state_dict().items()} == {n: p.shape for n, p in plain.state_dict().items()}
     for (_, a), (_, b) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+# ---------------------------------------------------------------- schedules
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant", "linear", "rsqrt"])
+@pytest.mark.parametrize("warmup", [0, 1, 20])
+def test_every_schedule_peaks_exactly_at_the_rate_asked_for_and_joins_without_a_jump(
+    schedule: str, warmup: int
+) -> None:
+    cfg = OptimConfig(lr=0.01, warmup=warmup, schedule=schedule, cooldown=10)
+    rates = [learning_rate(s, 200, cfg) for s in range(200)]
+    assert max(rates) == 0.01
+    assert rates.index(0.01) == max(warmup - 1, 0)
+    after = rates[max(warmup - 1, 0) :]
+    assert all(b <= a for a, b in zip(after, after[1:], strict=False)), "never rises again"
+
+
+def test_rsqrt_falls_as_the_root_of_time_on_the_scale_of_the_warmup_and_cools_down_to_nothing() -> None:
+    cfg = OptimConfig(lr=1.0, warmup=100, schedule="rsqrt", cooldown=50)
+    assert learning_rate(99 + 300, 1000, cfg) == pytest.approx(0.5), "four times the warm-up: half the rate"
+    free = OptimConfig(lr=1.0, warmup=100, schedule="rsqrt")
+    assert learning_rate(999, 1000, free) == pytest.approx(1 / math.sqrt(10))
+    assert learning_rate(999, 1000, cfg) == pytest.approx(1 / math.sqrt(10) / 50)
+
+
+def test_linear_falls_by_the_same_amount_each_step_towards_zero() -> None:
+    cfg = OptimConfig(lr=1.0, warmup=0, schedule="linear")
+    assert [learning_rate(s, 4, cfg) for s in range(4)] == [1.0, 0.75, 0.5, 0.25]
+
+
+# ---------------------------------------------------------------- optimisers
+
+
+def reference(name: str, parameters: list[torch.Tensor], lr: float) -> torch.optim.Optimizer:
+    if name == "adam":
+        return torch.optim.Adam(parameters, lr=lr, weight_decay=0.0)
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_updates_are_those_of_pytorchs_optimiser_on_separate_parameters(name: str) -> None:
+    ours, theirs = vit(), vit()
+    updater = Updater(ours, OptimConfig(name=name, lr=0.01, schedule="constant"), steps=3)
+    optimizer = reference(name, list(theirs.parameters()), 0.01)
+    for step in range(3):
+        for model in (ours, theirs):
+            gradients(model)
+        updater.grad_norms()
+        updater.step(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    for (name_, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, msg=lambda text, n=name_: f"{n}: {text}")
+
+
+def test_adams_decay_is_a_gradient_of_matrices_alone() -> None:
+    model, plain = vit(), vit()
+    updater = Updater(model, OptimConfig(name="adam", lr=0.01, schedule="constant", weight_decay=0.1), steps=1)
+    decayed = [p for n, p in plain.named_parameters() if decays(n, p)]
+    free = [p for n, p in plain.named_parameters() if not decays(n, p)]
+    optimizer = torch.optim.Adam([{"params": decayed, "weight_decay": 0.1}, {"params": free}], lr=0.01)
+    for m in (model, plain):
+        gradients(m)
+    updater.grad_norms()
+    updater.step(0)
+    optimizer.step()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_muon_turns_each_projection_by_itself_and_adam_moves_the_rest() -> None:
+    model, plain = vit("none"), vit("none")
+    updater = Updater(model, OptimConfig(name="muon", lr=0.01, momentum=0.9, schedule="constant"), steps=1)
+    for m in (model, plain):
+        gradients(m)
+    updater.grad_norms()
+    updater.step(0)
+    before, after = dict(plain.named_parameters()), dict(model.named_parameters())
+    name = "blocks.0.attn.qkv.weight"
+    parts = [nn.Parameter(w.detach().clone()) for w in before[name].chunk(3)]
+    for part, grad in zip(parts, before[name].grad.chunk(3), strict=True):
+        part.grad = grad.clone()
+    torch.optim.Muon(parts, lr=0.01, weight_decay=0.0, momentum=0.9, adjust_lr_fn="match_rms_adamw").step()
+    torch.testing.assert_close(after[name], torch.cat([p.detach() for p in parts]))
+    adam = torch.optim.Adam([p for n, p in plain.named_parameters() if n == "head.weight"], lr=0.01)
+    adam.step()
+    torch.testing.assert_close(after["head.weight"], before["head.weight"])
+    assert all(not torch.equal(p, q) for p, q in zip(vit("none").parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+def test_frozen_q_and_k_projections_keep_their_bits_also_under_decay_and_all_else_moves(name: str) -> None:
+    model = vit("none")
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    updater = Updater(model, OptimConfig(name=name, lr=0.1, weight_decay=0.1, qk_lr_scale=0.0), steps=2)
+    for step in range(2):
+        gradients(model)
+        updater.grad_norms()
+        updater.step(step)
+    for n, p in model.named_parameters():
+        if ".qkv." in n:
+            rows = 2 * p.shape[0] // 3
+            assert torch.equal(p[:rows], start[n][:rows])
+            assert not torch.equal(p[rows:], start[n][rows:])
+        else:
+            assert not torch.equal(p, start[n]), n
+
+
+def test_a_tenth_of_the_q_and_k_rate_makes_a_tenth_of_their_change() -> None:
+    changes = []
+    for scale in (1.0, 0.1):
+        model = vit("none")
+        before = model.blocks[0].attn.qkv.weight.detach().clone()
+        updater = Updater(model, OptimConfig(lr=0.01, schedule="constant", qk_lr_scale=scale), steps=1)
+        gradients(model)
+        updater.grad_norms()
+        updater.step(0)
+        changes.append(model.blocks[0].attn.qkv.weight.detach() - before)
+    torch.testing.assert_close(changes[1][:128], 0.1 * changes[0][:128], rtol=1e-3, atol=1e-7)
+    assert torch.equal(changes[1][128:], changes[0][128:])

@@ -1,0 +1,39 @@
+"""What is minimised, and the loss of the best predictor that ignores the image."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qkexp.config import TrainConfig
+
+
+def objective(logits: Tensor, labels: Tensor, cfg: TrainConfig, reduction: str = "mean") -> Tensor:
+    """Mean (or ``sum``) of the loss over images, nats: logits (B, classes) float32, labels (B,).
+
+    ``sigmoid`` is binary cross-entropy summed over classes, as ViT-22B and its kin train (arXiv 2302.05442).
+    """
+    if cfg.loss == "ce":
+        return F.cross_entropy(logits, labels, label_smoothing=cfg.label_smoothing, reduction=reduction)
+    target = _smoothed(F.one_hot(labels, logits.shape[-1]).to(logits.dtype), cfg.label_smoothing)
+    loss = F.binary_cross_entropy_with_logits(logits, target, reduction="sum")
+    return loss / len(labels) if reduction == "mean" else loss
+
+
+def constant_loss(labels: Tensor, classes: int, cfg: TrainConfig) -> float:
+    """The objective, nats, of the best predictor that gives every image the same answer.
+
+    That answer is the mean target m, and its loss the entropy of m: of one distribution for
+    cross-entropy, of a coin for each class for the sigmoid loss.
+    """
+    share = torch.bincount(labels.cpu(), minlength=classes).double() / len(labels)
+    mean = _smoothed(share, cfg.label_smoothing)
+    entropy = torch.special.entr(mean).sum()
+    if cfg.loss == "sigmoid":
+        entropy += torch.special.entr(1.0 - mean).sum()
+    return float(entropy)
+
+
+def _smoothed(target: Tensor, smoothing: float) -> Tensor:
+    return target * (1.0 - smoothing) + smoothing / target.shape[-1]
