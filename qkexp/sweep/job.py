@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import logging
 import multiprocessing
@@ -87,6 +88,8 @@ def _train(cfg: RunConfig, directory: Path, provenance: dict[str, Any], *, again
         log.error("%s", error)
         return CRASHED
     except BaseException as error:
+        if _is_disk_full(error):
+            return _disk_full(cfg, directory)
         log.error("crashed\n%s", traceback.format_exc())
         code = error.code if isinstance(error, SystemExit) else None
         what = f"called sys.exit({code})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
@@ -95,6 +98,26 @@ def _train(cfg: RunConfig, directory: Path, provenance: dict[str, Any], *, again
     finally:
         log.removeHandler(handler)
         handler.close()
+
+
+def _is_disk_full(error: BaseException | None) -> bool:
+    """Also where a library has wrapped it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _disk_full(cfg: RunConfig, directory: Path) -> int:
+    """What is on disk stays readable: files are replaced whole, and what was half written goes."""
+    for part in directory.rglob(".*.part"):
+        part.unlink(missing_ok=True)
+    reason = f"no space left on the device of {directory}: free some, and the same command goes on"
+    with contextlib.suppress(OSError):
+        log.error("%s", reason)
+        fail(directory, reason, cfg.train.steps)
+    return CRASHED
 
 
 def _resume(cfg: RunConfig, directory: Path) -> dict[str, Any] | None:

@@ -17,11 +17,12 @@ from qkexp.probe.frame import Frame, layer_values, to_numpy
 from qkexp.probe.metrics import NAMES
 from qkexp.probe.probe import AttentionProbe
 from qkexp.train.data import Dataset, Split, batch_indices
-from qkexp.train.events import Detector, Event
+from qkexp.train.events import Detector, Event, healthy_steps
 from qkexp.train.objective import constant_loss, objective
 from qkexp.train.optim import PARTS, Updater
 from qkexp.train.outcome import final_figures, judge
 from qkexp.train.precision import autocast
+from qkexp.train.spikes import SpikeDetector
 
 EVAL_BATCH = 256
 
@@ -76,6 +77,9 @@ def train(
     probe = AttentionProbe(model, every=cfg.probe.every, images=cfg.probe.images)
     updater = Updater(model, cfg.optim, steps)
     detector = Detector(steps)
+    calm = max(healthy_steps(steps), min(cfg.optim.warmup, steps // 10))
+    spikes = {name: SpikeDetector(kind, calm) for name, kind in (("loss", "loss"), ("grad_norm", "grad"))}
+    unseen: list[dict[str, float]] = []  # rows that the spike detectors have not seen
     losses: list[float] = []
     validation: dict[str, float] = {}
     best: dict[str, float] = {}
@@ -89,10 +93,17 @@ def train(
         model.load_state_dict(resume["model"])
         updater.load_state_dict(resume["optimizers"])
         detector.load_state_dict(resume["detector"])
+        for name, spike in spikes.items():
+            spike.load_state_dict(resume["spikes"][name])
         set_random_state(resume["random"])
 
     def flush() -> None:
-        for event in detect(detector, record.flush()):
+        found = detect(detector, record.flush())
+        for row in unseen:
+            for name, spike in spikes.items():
+                found += spike.feed(int(row["step"]), row[name])
+        unseen.clear()
+        for event in sorted(found, key=lambda e: e.step):
             record.event(event)
 
     def save(done: int) -> None:
@@ -105,6 +116,7 @@ def train(
             "model": model.state_dict(),
             "optimizers": updater.state_dict(),
             "detector": detector.state_dict(),
+            "spikes": {name: spike.state_dict() for name, spike in spikes.items()},
             "random": random_state(),
         }
         record.checkpoint(done, state)
@@ -161,6 +173,7 @@ def train(
             row |= validation
             best = _better(best, validation)
         record.row(row)
+        unseen.append(row)
         if record.flush_due():
             flush()
         if cfg.train.checkpoint_every and done % cfg.train.checkpoint_every == 0 and done < steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -174,7 +175,7 @@ def test_every_schedule_peaks_exactly_at_the_rate_asked_for_and_joins_without_a_
     assert max(rates) == 0.01
     assert rates.index(0.01) == max(warmup - 1, 0)
     after = rates[max(warmup - 1, 0) :]
-    assert all(b <= a for a, b in zip(after, after[1:], strict=False)), "never rises again"
+    assert all(b <= a for a, b in itertools.pairwise(after)), "never rises again"
 
 
 def test_rsqrt_falls_as_the_root_of_time_on_the_scale_of_the_warmup_and_cools_down_to_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 from pathlib import Path
@@ -116,3 +117,29 @@ def test_another_length_of_the_schedule_is_refused_on_resume(tmp_path: Path, mon
     assert run(longer, tmp_path / "longer", monkeypatch) != 0
     assert "train.steps" in load_run(tmp_path / "longer").outcome["reason"]
     assert len(load_run(tmp_path / "longer").scalars) == 10, "what was recorded stays"
+
+
+def test_a_full_disk_is_one_clear_message_and_the_run_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = config("train.checkpoint_every=10")
+    assert run(cfg, tmp_path / "whole", monkeypatch) == 0
+    save, calls = checkpoint.save, []
+
+    def full(path: Path, state: dict[str, Any]) -> None:
+        calls.append(path)
+        if len(calls) == 2:
+            path.with_name(f".{path.name}.part").write_bytes(b"half")
+            raise RuntimeError("writing failed") from OSError(errno.ENOSPC, "No space left on device")
+        save(path, state)
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    with caplog.at_level(logging.ERROR, "qkexp"):
+        assert run(cfg, tmp_path / "full", monkeypatch) == 1
+    assert "no space left on the device of" in caplog.text
+    assert "Traceback" not in caplog.text
+    assert not list((tmp_path / "full").rglob(".*.part"))
+    assert len(load_run(tmp_path / "full").scalars) >= 10
+    monkeypatch.setattr(checkpoint, "save", save)
+    assert run(cfg, tmp_path / "full", monkeypatch) == 0
+    assert_same(tmp_path / "whole", tmp_path / "full")
