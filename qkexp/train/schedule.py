@@ -21,7 +21,7 @@ def learning_rate(step: int, steps: int, cfg: OptimConfig) -> float:
 
 
 def _cosine(past: int, length: int, cfg: OptimConfig) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * past / length))
+    return 0.5 * (1.0 + math.cos(math.pi * (past / length)))
 
 
 def _constant(past: int, length: int, cfg: OptimConfig) -> float:
