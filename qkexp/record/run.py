@@ -143,29 +143,40 @@ def clear(directory: Path) -> None:
 
 
 def rewind(directory: Path, keep: int) -> dict[str, int]:
-    """Cut tables and events back to the first ``keep`` steps; returns the first step of each kind of event."""
+    """Cut tables and events back to the first ``keep`` steps; returns the first step of each kind of event.
+
+    A kill at any point of it, or of the merge at a run's end, leaves what a second call puts right: while a
+    whole table exists it holds every row, and its parts count for nothing.
+    """
+    parts = directory / "parts"
+    parts.mkdir(exist_ok=True)
     for table in TABLES:
-        whole = directory / f"{table}.parquet"
-        for path in [whole, *sorted((directory / "parts").glob(f"{table}-*.parquet"))]:
-            if not path.exists():
-                continue
-            rows = pq.ParquetFile(path).read()
-            kept = rows.filter(pc.field("step") < keep)
-            if path == whole:
-                (directory / "parts").mkdir(exist_ok=True)
-                write_table(directory / "parts" / f"{table}-00000000.parquet", kept)
-            elif len(kept) and len(kept) < len(rows):
-                write_table(path, kept)
-            if path == whole or not len(kept):
+        whole, pieces = directory / f"{table}.parquet", sorted(parts.glob(f"{table}-*.parquet"))
+        if whole.exists():
+            for path in pieces:
+                path.unlink()
+            write_table(parts / f"{table}-00000000.parquet", _before(whole, keep))
+            whole.unlink()
+            continue
+        for path in pieces:
+            rows = _before(path, keep)
+            if len(rows):
+                write_table(path, rows)
+            else:
                 path.unlink()
     (directory / "outcome.json").unlink(missing_ok=True)
-    lines = (directory / "events.jsonl").read_text().splitlines() if (directory / "events.jsonl").exists() else []
+    path = directory / "events.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
     events = [event for event in map(json.loads, filter(None, lines)) if event["step"] < keep]
-    write_text(directory / "events.jsonl", "".join(json.dumps(event) + "\n" for event in events))
+    write_text(path, "".join(json.dumps(event) + "\n" for event in events))
     first: dict[str, int] = {}
     for event in events:
         first.setdefault(event["kind"], event["step"])
     return first
+
+
+def _before(path: Path, step: int) -> pa.Table:
+    return pq.ParquetFile(path).read().filter(pc.field("step") < step)
 
 
 def attention_table(frames: list[Frame]) -> pa.Table:

@@ -62,7 +62,6 @@ def train(
         The content of outcome.json but for the wall time; ``step`` is the number of rows recorded.
     """
     device, steps, batch_size = torch.device(cfg.device), cfg.train.steps, cfg.train.batch_size
-
     accumulate = cfg.train.accumulate
 
     def indices(microbatch: int) -> Tensor:
@@ -210,7 +209,7 @@ def train(
 
 @torch.no_grad()
 def evaluate(model: nn.Module, split: Split, cfg: RunConfig) -> dict[str, float]:
-    """Mean cross-entropy (nats) and accuracy on a split, and the seconds it took."""
+    """Mean loss (the objective, nats) and accuracy on a split, and the seconds it took."""
     start = time.perf_counter()
     model.eval()
     loss, right = 0.0, 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ class Updater:
         self._pieces, self._membership = self._partition(layers)
         self._qk = [  # rows of q and k come first in a fused projection
             slice(span.start, span.start + 2 * (span.stop - span.start) // 3)
-            for name, span in _spans(self.named)
+            for name, _, span in _spans(self.named)
             if any(name.startswith(f"{layer}.qkv.") for layer in layers)
         ]
         self._decayed = torch.cat([p.new_full((p.numel(),), float(decays(n, p))) for n, p in self.named])
@@ -118,16 +118,15 @@ class Updater:
         if self.cfg.name != "muon":
             return [], [self._view(slice(0, self.flat.numel()))]
         free = 0
-        for name, span in _spans(self.named):
-            shape = dict(self.named)[name].shape
-            if name.startswith("blocks.") and decays(name, dict(self.named)[name]):
+        for name, parameter, span in _spans(self.named):
+            if name.startswith("blocks.") and decays(name, parameter):
                 if free < span.start:
                     rest.append(self._view(slice(free, span.start)))
                 parts = 3 if ".qkv." in name else 1
                 size = (span.stop - span.start) // parts
                 for i in range(parts):
                     at = slice(span.start + i * size, span.start + (i + 1) * size)
-                    matrices.append(self._view(at, (shape[0] // parts, shape[1])))
+                    matrices.append(self._view(at, (parameter.shape[0] // parts, parameter.shape[1])))
                 free = span.stop
         if free < self.flat.numel():
             rest.append(self._view(slice(free, self.flat.numel())))
@@ -174,13 +173,12 @@ def _share_storage(parameters: Sequence[nn.Parameter]) -> Tensor:
     return flat
 
 
-def _spans(named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, slice]]:
-    """Name of each parameter and its place in the vector."""
-    out, at = [], 0
+def _spans(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, slice]]:
+    """Each parameter with its name and its place in the vector."""
+    at = 0
     for name, parameter in named:
-        out.append((name, slice(at, at + parameter.numel())))
+        yield name, parameter, slice(at, at + parameter.numel())
         at += parameter.numel()
-    return out
 
 
 Optimizers = list[torch.optim.Optimizer]

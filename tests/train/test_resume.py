@@ -143,3 +143,18 @@ def test_a_full_disk_is_one_clear_message_and_the_run_goes_on_later(
     monkeypatch.setattr(checkpoint, "save", save)
     assert run(cfg, tmp_path / "full", monkeypatch) == 0
     assert_same(tmp_path / "whole", tmp_path / "full")
+
+
+def test_a_kill_while_tables_are_merged_doubles_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At that moment the whole table and its parts stand side by side."""
+    cfg = config("train.checkpoint_every=10")
+    assert run(cfg, tmp_path / "whole", monkeypatch) == 0
+    assert run(cfg, tmp_path / "killed", monkeypatch, stop_after=25) == 75
+    (tmp_path / "killed" / "parts").mkdir()
+    for table in ("scalars", "attention"):
+        shutil.copy(
+            tmp_path / "killed" / f"{table}.parquet", tmp_path / "killed" / "parts" / f"{table}-00000003.parquet"
+        )
+    (tmp_path / "killed" / "outcome.json").unlink()
+    assert run(cfg, tmp_path / "killed", monkeypatch) == 0
+    assert_same(tmp_path / "whole", tmp_path / "killed")
