@@ -57,6 +57,26 @@ class ModelConfig:
     depth: int | None = key(None, "Number of blocks; null keeps timm's.", low=1)
     heads: int | None = key(None, "Attention heads of a block; must divide the width.", low=1)
     patch: int | None = key(None, "Side of a patch in pixels; must divide the image size.", low=1)
+    mlp_ratio: float | None = key(None, "Hidden channels of the MLP over the width; null keeps timm's.", above=0.0)
+    qkv_bias: bool | None = key(
+        None, "Bias of the q, k, v projections; null keeps timm's (none with block_norm=parallel)."
+    )
+    block_norm: str = key(
+        "pre",
+        "Where a block's norms stand; parallel is ViT-22B's block (model/blocks.py has the formulas).",
+        choices=("pre", "post", "res_post", "none", "parallel"),
+    )
+    registers: int | None = key(None, "Register tokens; null keeps timm's.", low=0)
+    pool: str | None = key(
+        None,
+        "What the head reads: a class token, the mean of the patches, or attention pooling (MAP); null keeps timm's.",
+        choices=("token", "avg", "map"),
+    )
+    dropout: float = key(0.0, "Dropout after the position embedding, attention and MLP.", low=0.0, below=1.0)
+    drop_path: float = key(0.0, "Stochastic depth of the last block; it grows linearly from 0.", low=0.0, below=1.0)
+    layer_scale: float | None = key(
+        None, "Start of a learned factor a channel on each branch; null keeps timm's.", above=0.0
+    )
     seed: int = key(II("seed"), "Seed of the initial weights.", low=0)
 
 
@@ -380,6 +400,10 @@ def _check_combinations(cfg: RunConfig) -> None:
     if p.images != "all" and not count:
         raise ConfigError("probe.images", p.images, "all, or a whole number >= 1")
     m = cfg.model
+    if m.block_norm == "parallel" and m.qkv_bias:
+        raise ConfigError(
+            "model.qkv_bias", m.qkv_bias, "false | null while model.block_norm=parallel (ViT-22B has none)"
+        )
     if m.width is not None and m.heads is not None and m.width % m.heads:
         raise ConfigError("model.heads", m.heads, f"a divisor of model.width={m.width}")
     if d.name == "digits":

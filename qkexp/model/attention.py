@@ -25,17 +25,32 @@ class Attention(nn.Module):
 
     ``q_norm`` and ``k_norm`` are ``nn.Identity`` where there is no norm and always receive the raw
     projections as (B, N, H, d): hooks on them see the magnitudes before the norm.
+
+    With ``projections=False`` a block has fused them into its own: then the input is (B, N, 3C), q, k and v
+    one after another, and the output that of the heads.
     """
 
-    def __init__(self, dim: int, heads: int, tokens: int, cfg: AttentionConfig, *, qkv_bias: bool, proj_bias: bool):
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        tokens: int,
+        cfg: AttentionConfig,
+        *,
+        projections: bool = True,
+        qkv_bias: bool = False,
+        proj_bias: bool = True,
+        proj_drop: float = 0.0,
+    ):
         super().__init__()
-        self.heads, self.head_dim = heads, dim // heads
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.dim, self.heads, self.head_dim = dim, heads, dim // heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias) if projections else nn.Identity()
         self.q_norm = self._norm(cfg)
         self.k_norm = self._norm(cfg)
         self.fixed_scale, self.logit_scale = self._scale(cfg, tokens)
         self.core = AttentionCore(cfg.softcap, cfg.score_dtype, cfg.backend)
-        self.proj = nn.Linear(dim, dim, bias=proj_bias)
+        self.proj = nn.Linear(dim, dim, bias=proj_bias) if projections else nn.Identity()
+        self.proj_drop = nn.Dropout(proj_drop) if proj_drop else nn.Identity()
 
     def _norm(self, cfg: AttentionConfig) -> nn.Module:
         if cfg.norm == "none":
@@ -71,9 +86,9 @@ class Attention(nn.Module):
         return self.fixed_scale if self.logit_scale is None else self.logit_scale
 
     def forward(self, x: Tensor) -> Tensor:
-        B, N, C = x.shape
+        B, N, _ = x.shape
         q, k, v = self.qkv(x).view(B, N, 3, self.heads, self.head_dim).unbind(2)
         q = self.q_norm(q).transpose(1, 2)
         k = self.k_norm(k).transpose(1, 2)
         y = self.core(q, k, v.transpose(1, 2), self.scale)
-        return self.proj(y.transpose(1, 2).reshape(B, N, C))
+        return self.proj_drop(self.proj(y.transpose(1, 2).reshape(B, N, self.dim)))

@@ -12,13 +12,14 @@ import timm
 import torch
 from timm.layers import PatchEmbed
 from timm.models.vision_transformer import Attention as TimmAttention
-from timm.models.vision_transformer import Block, VisionTransformer
+from timm.models.vision_transformer import Block, ParallelScalingBlock, ResPostBlock, VisionTransformer
 from torch import Tensor, nn
 
-from qkexp.config import ConfigError, RunConfig, head_width, image_size
+from qkexp.config import ConfigError, ModelConfig, RunConfig, head_width, image_size
 from qkexp.model.attention import Attention
-from qkexp.model.blocks import PreNormBlock
+from qkexp.model.blocks import BLOCKS
 from qkexp.model.core import choose_backend, per_head
+from qkexp.model.parts import pieces
 from qkexp.model.qk_norm import QKNorm
 
 
@@ -43,8 +44,7 @@ def build_vit(cfg: RunConfig, *, image_size: int, channels: int, classes: int, l
         attention = dataclasses.replace(
             attention, backend=choose_backend(device, attention.softcap, attention.score_dtype, head_width(m))
         )
-    sizes = {"embed_dim": m.width, "depth": m.depth, "num_heads": m.heads, "patch_size": m.patch}
-    overrides: dict[str, Any] = {k: v for k, v in sizes.items() if v is not None}
+    overrides = timm_overrides(m)
     _require_plain(m.name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(m.seed)
@@ -55,7 +55,7 @@ def build_vit(cfg: RunConfig, *, image_size: int, channels: int, classes: int, l
                 in_chans=channels,
                 num_classes=classes,
                 block_fn=functools.partial(
-                    PreNormBlock, attention=attention, tokens=_tokens(m.name, overrides, image_size)
+                    BLOCKS[m.block_norm], attention=attention, tokens=_tokens(m.name, overrides, image_size)
                 ),
                 **overrides,
             )
@@ -66,6 +66,26 @@ def build_vit(cfg: RunConfig, *, image_size: int, channels: int, classes: int, l
             raise ValueError("attention.init=match needs images to measure the spread of logits on")
         match_logit_spread(vit, like)
     return vit
+
+
+def timm_overrides(m: ModelConfig) -> dict[str, Any]:
+    """What the configuration sets of timm's VisionTransformer; keys that are null keep timm's own."""
+    chosen: dict[str, Any] = {
+        "embed_dim": m.width,
+        "depth": m.depth,
+        "num_heads": m.heads,
+        "patch_size": m.patch,
+        "mlp_ratio": m.mlp_ratio,
+        "qkv_bias": m.qkv_bias,
+        "reg_tokens": m.registers,
+        "init_values": m.layer_scale,
+        "global_pool": m.pool,
+        "class_token": None if m.pool is None else m.pool == "token",
+        "proj_drop_rate": m.dropout or None,
+        "pos_drop_rate": m.dropout or None,
+        "drop_path_rate": m.drop_path or None,
+    }
+    return {k: v for k, v in chosen.items() if v is not None}
 
 
 def check_sizes(cfg: RunConfig) -> None:
@@ -96,21 +116,27 @@ def _require_plain(name: str) -> None:
             probe = timm.create_model(name, depth=1)
         except (TypeError, ValueError, AssertionError, RuntimeError):
             probe = None
-    if not _plain(probe):
-        kind = type(probe).__name__ if probe is not None else "its own kind"
-        raise ConfigError(
-            "model.name",
-            name,
-            f"a plain timm VisionTransformer (this one is {kind} or has its own patches, blocks or attention)",
-        )
+    if _difference(probe):
+        raise ConfigError("model.name", name, f"a plain timm VisionTransformer ({_difference(probe)})")
 
 
-def _plain(model: nn.Module | None) -> bool:
-    """Whether every part that our blocks replace, or count tokens of, is timm's plain one."""
-    if type(model) is not VisionTransformer or type(model.patch_embed) is not PatchEmbed:
-        return False
-    block = model.blocks[0]
-    return type(block) is Block and type(block.attn) is TimmAttention
+def _difference(model: nn.Module | None) -> str | None:
+    """What of the parts that our blocks replace, or count tokens of, is not timm's plain one; None: nothing."""
+    if model is None:
+        return "this one takes no depth: it is of its own kind"
+    if type(model) is not VisionTransformer:
+        return f"this one is a {type(model).__name__}"
+    if type(model.patch_embed) is not PatchEmbed:
+        return f"this one makes its patches with {type(model.patch_embed).__name__}"
+    block: Any = model.blocks[0]
+    if type(block) in _OUR_NAMES:
+        return f"this one has {type(block).__name__}: take a plain name and model.block_norm={_OUR_NAMES[type(block)]}"
+    if type(block) is not Block:
+        return f"this one has {type(block).__name__}"
+    return None if type(block.attn) is TimmAttention else f"this one has {type(block.attn).__name__}"
+
+
+_OUR_NAMES = {ResPostBlock: "res_post", ParallelScalingBlock: "parallel"}
 
 
 def _tokens(name: str, overrides: dict[str, Any], image_size: int) -> int:
@@ -133,7 +159,7 @@ def row_spread(q: Tensor, k: Tensor, scale: float | Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def match_logit_spread(vit: nn.Module, images: Tensor) -> None:
+def match_logit_spread(vit: Any, images: Tensor) -> None:
     """Scale W_q and W_k so that every layer's logits spread at step 0 as under RMSNorm.
 
     timm's init gives un-normed arms tiny ‖q‖ and uniform attention while a norm starts sharper; that
@@ -145,10 +171,12 @@ def match_logit_spread(vit: nn.Module, images: Tensor) -> None:
     with _changed(layers, backend="explicit"):
         with _rms_normed(layers):
             targets = _spreads(vit, images)
-        for depth, layer in enumerate(layers):
+        for depth, block in enumerate(vit.blocks):
             factor = (targets[depth] / _spreads(vit, images)[depth]).sqrt()
-            for parameter in layer.qkv.parameters():
-                parameter[: 2 * layer.heads * layer.head_dim] *= factor
+            parameters = dict(block.named_parameters())
+            for piece in pieces(block):
+                if piece.projects_qk:
+                    piece.of(parameters[piece.parameter]).mul_(factor)
 
 
 @contextmanager

@@ -12,11 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkexp.config import OptimConfig
-from qkexp.model.attention import Attention
-from qkexp.model.vit import attention_layers
+from qkexp.model.parts import PARTS, Piece, pieces
 from qkexp.train.schedule import learning_rate
-
-PARTS = ("qk", "vo", "mlp", "rest")
 
 
 def decays(name: str, parameter: Tensor) -> bool:
@@ -59,12 +56,16 @@ class Updater:
         self.flat = _share_storage([p for _, p in self.named])
         self.grad = torch.zeros_like(self.flat)
         self._change = torch.empty_like(self.flat)
-        layers = attention_layers(model)
-        self._pieces, self._membership = self._partition(layers)
-        self._qk = [  # rows of q and k come first in a fused projection
-            slice(span.start, span.start + 2 * (span.stop - span.start) // 3)
-            for name, _, span in _spans(self.named)
-            if any(name.startswith(f"{layer}.qkv.") for layer in layers)
+        self._pieces: dict[str, list[Piece]] = {name: [] for name, _ in self.named}
+        for piece in pieces(model):
+            if piece.parameter in self._pieces:
+                self._pieces[piece.parameter].append(piece)
+        self._measured, self._membership = self._partition()
+        self._qk = [
+            piece.of(self.flat[span].view(parameter.shape))
+            for name, parameter, span in _spans(self.named)
+            for piece in self._pieces[name]
+            if piece.projects_qk
         ]
         self._decayed = torch.cat([p.new_full((p.numel(),), float(decays(n, p))) for n, p in self.named])
         matrices, rest = self._split()
@@ -74,7 +75,7 @@ class Updater:
         """Gather the gradients of the parameters, and measure them."""
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for _, p in self.named]
         torch.cat([g.reshape(-1) for g in grads], out=self.grad)
-        squares = torch.stack(torch._foreach_norm(self._pieces)).double().square()
+        squares = torch.stack(torch._foreach_norm(self._measured)).double().square()
         return GradNorms(squares.sum().sqrt(), (squares @ self._membership).sqrt())
 
     def clip(self, largest: float, norm: Tensor) -> None:
@@ -85,7 +86,7 @@ class Updater:
     def step(self, step: int) -> tuple[float, Tensor, Tensor]:
         """Decay and update. Returns the rate used, the RMS of Δθ ÷ rate without decay, and ‖θ‖₂ after."""
         lr = learning_rate(step, self.steps, self.cfg)
-        kept = [self.flat[span].clone() for span in self._qk] if self.cfg.qk_lr_scale != 1.0 else []
+        kept = [weights.clone() for weights in self._qk] if self.cfg.qk_lr_scale != 1.0 else []
         if self.cfg.weight_decay and self.cfg.name == "adam":
             self.grad.addcmul_(self.flat, self._decayed, value=self.cfg.weight_decay)
         elif self.cfg.weight_decay:
@@ -96,8 +97,8 @@ class Updater:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
-        for span, before in zip(self._qk, kept, strict=False):
-            self.flat[span].copy_(torch.lerp(before, self.flat[span], self.cfg.qk_lr_scale))
+        for weights, before in zip(self._qk, kept, strict=False):
+            weights.copy_(torch.lerp(before, weights, self.cfg.qk_lr_scale))
         self._change -= self.flat
         update = torch.linalg.vector_norm(self._change) / math.sqrt(self.flat.numel()) / lr
         for _, parameter in self.named:
@@ -122,11 +123,12 @@ class Updater:
             if name.startswith("blocks.") and decays(name, parameter):
                 if free < span.start:
                     rest.append(self._view(slice(free, span.start)))
-                parts = 3 if ".qkv." in name else 1
-                size = (span.stop - span.start) // parts
-                for i in range(parts):
-                    at = slice(span.start + i * size, span.start + (i + 1) * size)
-                    matrices.append(self._view(at, (parameter.shape[0] // parts, parameter.shape[1])))
+                rows = [p.stop - p.start for p in self._pieces[name] if p.axis == 0] or [parameter.shape[0]]
+                at = span.start
+                for count in rows:
+                    size = count * parameter[0].numel()
+                    matrices.append(self._view(slice(at, at + size), (count, parameter.shape[1])))
+                    at += size
                 free = span.stop
         if free < self.flat.numel():
             rest.append(self._view(slice(free, self.flat.numel())))
@@ -138,29 +140,28 @@ class Updater:
         parameter.grad = self.grad[span].view(*shape)
         return parameter
 
-    def _partition(self, attention: dict[str, Attention]) -> tuple[list[Tensor], Tensor]:
+    def _partition(self) -> tuple[list[Tensor], Tensor]:
         """Views of the flat gradient, and a matrix (pieces, 4) that says which part each belongs to."""
-        sizes: list[int] = []
+        views: list[Tensor] = []
         owners: list[int] = []
-
-        def add(size: int, part: str) -> None:
-            if owners and owners[-1] == PARTS.index(part):
-                sizes[-1] += size  # neighbours of one part are one piece
-            else:
-                sizes.append(size)
-                owners.append(PARTS.index(part))
-
-        for name, parameter in self.named:
-            layer = next((layer for layer in attention if name.startswith(layer + ".")), None)
-            if layer is not None and name.startswith(layer + ".qkv."):
-                add(2 * parameter.numel() // 3, "qk")
-                add(parameter.numel() // 3, "vo")
-            elif layer is not None:
-                add(parameter.numel(), "vo" if name.startswith(layer + ".proj.") else "qk")
-            else:
-                add(parameter.numel(), "mlp" if ".mlp." in name else "rest")
+        at = run = 0  # neighbours of one part are one view, which ends at ``at`` and is ``run`` long
+        for name, parameter, span in _spans(self.named):
+            for piece in self._pieces[name]:
+                view, owner = piece.of(self.grad[span].view(parameter.shape)), PARTS.index(piece.part)
+                if piece.axis == 0:
+                    grows = run and owners[-1] == owner
+                    run = run + view.numel() if grows else view.numel()
+                    at += view.numel()
+                    view = self.grad[at - run : at]
+                    if grows:
+                        views[-1] = view
+                        continue
+                else:
+                    at, run = span.stop, 0
+                views.append(view)
+                owners.append(owner)
         membership = F.one_hot(torch.tensor(owners), len(PARTS)).double()
-        return list(self.grad.split(sizes)), membership.to(self.flat.device)
+        return views, membership.to(self.flat.device)
 
 
 def _share_storage(parameters: Sequence[nn.Parameter]) -> Tensor:
