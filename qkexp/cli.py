@@ -179,15 +179,17 @@ def _launch(plan: Plan, todo: Sequence[Planned], options: argparse.Namespace, *,
     from qkexp.sweep.display import progress
     from qkexp.sweep.launch import cores, make_launcher
     from qkexp.train.data import prepare
-    from qkexp.train.precision import choose_device
+    from qkexp.train.precision import check_machine, warnings
 
     for run in todo:
-        choose_device(run.config.device)
+        check_machine(run.config)
     for config in {str((r.config.model, r.config.data)): r.config for r in todo}.values():
         check_sizes(config)
     settings = dict(plan.sweep.launcher)
     if alone:
         settings |= {"workers": 1, "threads": settings["threads"] or cores()}
+    for warning in {w: None for run in todo for w in warnings(run.config)}:
+        err.print(warning, markup=False, soft_wrap=True)
     launcher = make_launcher(plan.sweep.launcher_name, settings)
     prepare(todo[0].config.data)
     plan.make_directory()
@@ -261,6 +263,9 @@ def _print_outcome(directory: Path) -> None:
 
     run = load_run(directory)
     outcome = run.outcome or {}
+    for label, group in (run.provenance.get("parameter_groups") or {}).items():
+        line = f"{label.replace('_', ' ')}: {group['tensors']} tensors, {group['parameters']:,} parameters"
+        out.print(line, markup=False)
     out.print(f"{outcome.get('status')}: {outcome.get('reason')}", markup=False)
     for name, value in (outcome.get("final") or {}).items():
         out.print(f"  {name}: {'-' if value is None else f'{value:.4g}'}")

@@ -153,7 +153,16 @@ class OptimConfig:
 
 @dataclass
 class PrecisionConfig:
-    autocast: str = key("bf16", "Compute type of matrix products under autocast.", choices=("none", "bf16"))
+    autocast: str = key(
+        "bf16",
+        "Compute type of matrix products under autocast; fp16 scales the loss.",
+        choices=("none", "bf16", "fp16"),
+    )
+    weights: str = key(
+        "fp32",
+        "Type of weights, gradients and optimiser state; bf16 rounds small updates away.",
+        choices=("fp32", "bf16"),
+    )
 
 
 @dataclass
@@ -196,6 +205,7 @@ class RunConfig:
     sweep_name: str | None = key(None, "Folder under output_dir; null = the experiment's name.", identity=False)
     output_dir: str = key("outputs", "Folder that holds all sweeps.", identity=False)
     device: str = key("auto", "Where the run computes.", identity=False, choices=("auto", "cpu", "cuda"))
+    compile: bool = key(False, "Train through torch.compile (on CPU it needs a C++ compiler).", identity=False)
     model: ModelConfig = field(default_factory=ModelConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -390,6 +400,10 @@ def _check_combinations(cfg: RunConfig) -> None:
         raise ConfigError("attention.backend", a.backend, "auto | explicit while attention.score_dtype=fp32")
     if a.backend == "flex" and cfg.device != "cuda":
         raise ConfigError("attention.backend", a.backend, "auto | explicit | sdpa unless device=cuda")
+    if cfg.precision.weights == "bf16" and cfg.precision.autocast != "none":
+        raise ConfigError(
+            "precision.autocast", cfg.precision.autocast, "none while precision.weights=bf16 (all is bf16 already)"
+        )
     if o.cooldown and o.schedule != "rsqrt":
         raise ConfigError("optim.cooldown", o.cooldown, f"0 while optim.schedule={o.schedule}")
     if o.cooldown > cfg.train.steps:

@@ -212,5 +212,6 @@ def _read(directory: Path, name: str, names: list[str]) -> pd.DataFrame:
             continue
     if not tables:
         return pd.DataFrame({n: pd.Series(dtype="float64") for n in names})
-    table = pa.concat_tables(tables, promote_options="default")
-    return table.to_pandas()
+    found = pa.concat_tables(tables, promote_options="default").to_pandas()
+    later = [n for n in names if n not in found.columns]  # columns that the run's version did not have
+    return found.assign(**dict.fromkeys(later, math.nan))

@@ -35,6 +35,8 @@ MEASURED = (
     "grad_norm_qk", "grad_norm_vo", "grad_norm_mlp", "grad_norm_rest",
     "out_logit_absmax", "out_logz_mean", "step_seconds", "probe_seconds",
     "eval_seconds", "val_loss", "val_accuracy",
+    "skipped_steps", "loss_scale",  # fp16: attempts whose gradient overflowed, and the scale that did not
+    "moved",  # bf16 weights: share of parameters that the step changed
 )  # fmt: skip
 SCALARS = pa.schema([("step", pa.int32()), *((name, pa.float64()) for name in MEASURED)])
 

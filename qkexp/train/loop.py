@@ -17,11 +17,12 @@ from qkexp.probe.frame import Frame, layer_values, to_numpy
 from qkexp.probe.metrics import NAMES
 from qkexp.probe.probe import AttentionProbe
 from qkexp.train.data import Dataset, Split, batch_indices
+from qkexp.train.dtypes import measure
 from qkexp.train.events import Detector, Event, healthy_steps
 from qkexp.train.objective import constant_loss, objective
 from qkexp.train.optim import PARTS, Updater
 from qkexp.train.outcome import final_figures, judge
-from qkexp.train.precision import autocast
+from qkexp.train.precision import WEIGHTS, autocast, loss_scaler
 from qkexp.train.spikes import SpikeDetector
 
 EVAL_BATCH = 256
@@ -70,11 +71,15 @@ def train(
     first_images = data.train.images[indices(0)]
     model = build_vit(
         cfg, image_size=data.image_size, channels=data.channels, classes=data.classes, like=first_images
-    ).to(device)
+    ).to(device, WEIGHTS[cfg.precision.weights])
     chance = constant_loss(data.train.labels, data.classes, cfg.train)
     data = data.to(device)
     probe = AttentionProbe(model, every=cfg.probe.every, images=cfg.probe.images)
     updater = Updater(model, cfg.optim, steps)
+    scaler = loss_scaler(cfg.precision, cfg.device)
+    dtypes = measure(model, first_images.to(updater.flat), cfg)
+    forward = torch.compile(model) if cfg.compile else model
+    record.note(parameter_groups=updater.groups())
     detector = Detector(steps)
     calm = max(healthy_steps(steps), min(cfg.optim.warmup, steps // 10))
     spikes = {name: SpikeDetector(kind, calm) for name, kind in (("loss", "loss"), ("grad_norm", "grad"))}
@@ -91,6 +96,7 @@ def train(
         validation, best = resume["validation"], resume["best"]
         model.load_state_dict(resume["model"])
         updater.load_state_dict(resume["optimizers"])
+        scaler.load_state_dict(resume["scaler"])
         detector.load_state_dict(resume["detector"])
         for name, spike in spikes.items():
             spike.load_state_dict(resume["spikes"][name])
@@ -114,55 +120,69 @@ def train(
             "best": best,
             "model": model.state_dict(),
             "optimizers": updater.state_dict(),
+            "scaler": scaler.state_dict(),
             "detector": detector.state_dict(),
             "spikes": {name: spike.state_dict() for name, spike in spikes.items()},
             "random": random_state(),
         }
         record.checkpoint(done, state)
 
-    model.train()
-    for step in range(first, steps):
-        start = clock(device)
+    def attempt(step: int) -> tuple[list[float], float]:
+        """Forward and backward of a step, its gradient gathered and measured: (figures, seconds of the probe)."""
         passes: list[Tensor] = []  # of each microbatch: loss, largest |output logit|, mean log-partition
         with probe.step(step):
             for microbatch in range(step * accumulate, (step + 1) * accumulate):
                 take = indices(microbatch).to(device)
                 with autocast(cfg.precision, cfg.device):
-                    logits = model(data.train.images[take])
+                    logits = forward(data.train.images[take].to(updater.flat.dtype))
                 logits = logits.float()
                 loss = objective(logits, data.train.labels[take], cfg.train)
-                (loss / accumulate).backward()
+                scaler.scale(loss / accumulate).backward()
                 passes.append(torch.stack([loss.detach(), *output_figures(logits)]))
             backward_done = clock(device)
         probe_seconds = clock(device) - backward_done
-        if probe.frame is not None:
-            record.frame(probe.frame)
-        if step == first:
-            record.note(dtypes=dtypes(model, logits, cfg))
-
-        norms = updater.grad_norms()
+        norms = updater.grad_norms(scaler)
         if cfg.train.clip_norm is not None:
             updater.clip(cfg.train.clip_norm, norms.total)
         outputs = torch.stack(passes).double()
-        seen = [outputs[:, 0].mean(), norms.total, *norms.parts, outputs[:, 1].max(), outputs[:, 2].mean()]
-        values = torch.stack(seen).tolist()  # the step's one synchronisation
+        figures = [outputs[:, 0].mean(), norms.total, *norms.parts, outputs[:, 1].max(), outputs[:, 2].mean()]
+        return torch.stack(figures).tolist(), probe_seconds  # the step's one synchronisation
+
+    model.train()
+    for step in range(first, steps):
+        start = clock(device)
+        skipped, scale = 0, scaler.get_scale()
+        values, probe_seconds = attempt(step)
+        scaler.update()
+        while scaler.get_scale() < scale >= 1.0 and math.isfinite(values[0]):  # fp16: the gradient overflowed
+            skipped, scale = skipped + 1, scaler.get_scale()
+            values, probe_seconds = attempt(step)
+            scaler.update()
+        if probe.frame is not None:
+            record.frame(probe.frame)
         if not (math.isfinite(values[0]) and math.isfinite(values[1])):
             what = "loss" if not math.isfinite(values[0]) else "grad_norm"
             nonfinite = f"{what} is {values[0] if what == 'loss' else values[1]} at step {step}"
             break
-        lr, update_rms, param_norm = updater.step(step)
+        update = updater.step(step)
+        if step == first:
+            record.note(dtypes={**dtypes, "optimizer_state": updater.state_dtypes()})
         row = {
             "step": step,
             "loss": values[0],
-            "lr": lr,
+            "lr": update.lr,
             "grad_norm": values[1],
-            "param_norm": float(param_norm),
-            "update_rms": float(update_rms),
+            "param_norm": float(update.param_norm),
+            "update_rms": float(update.rms),
             **{f"grad_norm_{part}": v for part, v in zip(PARTS, values[2:6], strict=True)},
             "out_logit_absmax": values[6],
             "out_logz_mean": values[7],
             "probe_seconds": probe_seconds,
         }
+        if scaler.is_enabled():
+            row |= {"skipped_steps": skipped, "loss_scale": scale}
+        if update.moved is not None:
+            row["moved"] = float(update.moved)
         row["step_seconds"] = clock(device) - start - probe_seconds
         losses.append(values[0])
 
@@ -216,7 +236,7 @@ def evaluate(model: nn.Module, split: Split, cfg: RunConfig) -> dict[str, float]
     for at in range(0, len(split), EVAL_BATCH):
         images, labels = split.images[at : at + EVAL_BATCH], split.labels[at : at + EVAL_BATCH]
         with autocast(cfg.precision, cfg.device):
-            logits = model(images)
+            logits = model(images.to(WEIGHTS[cfg.precision.weights]))
         loss += objective(logits.float(), labels, cfg.train, reduction="sum").item()
         right += int((logits.argmax(-1) == labels).sum())
     model.train()
@@ -265,12 +285,6 @@ def detect(detector: Detector, frames: list[Frame]) -> list[Event]:
     for frame, layers in zip(frames, pairs, strict=True):
         events += detector.feed(frame.step, layers[:, 0], layers[:, 1])
     return events
-
-
-def dtypes(model: nn.Module, logits: Tensor, cfg: RunConfig) -> dict[str, str]:
-    """Where each arithmetic was, as far as the first step shows it."""
-    weights = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
-    return {"weights": ",".join(weights), "autocast": cfg.precision.autocast, "loss": str(logits.dtype)[6:]}
 
 
 def _better(best: dict[str, float], new: dict[str, float]) -> dict[str, float]:

@@ -34,6 +34,19 @@ class GradNorms:
     parts: Tensor  # (4,)
 
 
+@dataclass(frozen=True)
+class Update:
+    """What a step did: the rate used, RMS of Δθ ÷ rate without decay, ‖θ‖₂ after it.
+
+    ``moved`` is the share of parameters that changed at all; None where weights are float32.
+    """
+
+    lr: float
+    rms: Tensor  # ()
+    param_norm: Tensor  # ()
+    moved: Tensor | None  # ()
+
+
 class Updater:
     """One optimiser step with its statistics, on all parameters as one flat vector.
 
@@ -71,11 +84,16 @@ class Updater:
         matrices, rest = self._split()
         self.optimizers = OPTIMIZERS[cfg.name](matrices, rest, cfg)
 
-    def grad_norms(self) -> GradNorms:
-        """Gather the gradients of the parameters, and measure them."""
+    def grad_norms(self, scaler: torch.amp.GradScaler | None = None) -> GradNorms:
+        """Gather the gradients of the parameters, undo the scaling of the loss, and measure them."""
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for _, p in self.named]
         torch.cat([g.reshape(-1) for g in grads], out=self.grad)
-        squares = torch.stack(torch._foreach_norm(self._measured)).double().square()
+        for _, parameter in self.named:
+            parameter.grad = None
+        if scaler is not None:
+            for optimizer in self.optimizers:
+                scaler.unscale_(optimizer)
+        squares = torch.stack(torch._foreach_norm(self._measured, dtype=torch.float32)).double().square()
         return GradNorms(squares.sum().sqrt(), (squares @ self._membership).sqrt())
 
     def clip(self, largest: float, norm: Tensor) -> None:
@@ -83,8 +101,8 @@ class Updater:
         self.grad *= (largest / (norm + 1e-6)).clamp(max=1.0)
 
     @torch.no_grad()
-    def step(self, step: int) -> tuple[float, Tensor, Tensor]:
-        """Decay and update. Returns the rate used, the RMS of Δθ ÷ rate without decay, and ‖θ‖₂ after."""
+    def step(self, step: int) -> Update:
+        """Decay and update with the gathered gradient."""
         lr = learning_rate(step, self.steps, self.cfg)
         kept = [weights.clone() for weights in self._qk] if self.cfg.qk_lr_scale != 1.0 else []
         if self.cfg.weight_decay and self.cfg.name == "adam":
@@ -100,10 +118,31 @@ class Updater:
         for weights, before in zip(self._qk, kept, strict=False):
             weights.copy_(torch.lerp(before, weights, self.cfg.qk_lr_scale))
         self._change -= self.flat
-        update = torch.linalg.vector_norm(self._change) / math.sqrt(self.flat.numel()) / lr
-        for _, parameter in self.named:
-            parameter.grad = None
-        return lr, update, torch.linalg.vector_norm(self.flat)
+        rms = _norm(self._change) / math.sqrt(self.flat.numel()) / lr
+        moved = None
+        if self.flat.dtype != torch.float32:
+            moved = torch.count_nonzero(self._change) / self.flat.numel()
+        return Update(lr, rms, _norm(self.flat), moved)
+
+    def groups(self) -> dict[str, dict[str, Any]]:
+        """Which parameters decay, which do not, and which are frozen or slowed: name -> counts and names."""
+        scaled = {piece.parameter for found in self._pieces.values() for piece in found if piece.projects_qk}
+        found = {
+            "decayed": [n for n, p in self.named if decays(n, p)],
+            "not_decayed": [n for n, p in self.named if not decays(n, p)],
+        }
+        if self.cfg.qk_lr_scale != 1.0:
+            found[f"q_k_rate_x_{self.cfg.qk_lr_scale:g}"] = [n for n, _ in self.named if n in scaled]
+        sizes = {n: p.numel() for n, p in self.named}
+        return {
+            label: {"tensors": len(names), "parameters": sum(sizes[n] for n in names), "names": names}
+            for label, names in found.items()
+        }
+
+    def state_dtypes(self) -> str:
+        """Types of the optimisers' averages, as they are."""
+        tensors = [v for o in self.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
+        return ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors if t.numel() > 1})) or "-"
 
     def state_dict(self) -> list[dict[str, Any]]:
         return [optimizer.state_dict() for optimizer in self.optimizers]
@@ -162,6 +201,10 @@ class Updater:
                 owners.append(owner)
         membership = F.one_hot(torch.tensor(owners), len(PARTS)).double()
         return views, membership.to(self.flat.device)
+
+
+def _norm(vector: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(vector, dtype=torch.float32)
 
 
 def _share_storage(parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -223,10 +223,11 @@ def test_gradient_parts_of_the_fused_block_are_those_of_its_rows_and_columns(mak
     vit = make_vit("model.block_norm=parallel", "attention=l2")
     updater = Updater(vit, OptimConfig(), steps=1)
     F.cross_entropy(vit(images), torch.arange(8)).backward()
+    grads = {name: p.grad.clone() for name, p in vit.named_parameters()}
     parts = dict(zip(PARTS, updater.grad_norms().parts.tolist(), strict=True))
     squares = dict.fromkeys(PARTS, 0.0)
-    for name, p in vit.named_parameters():
-        g = p.grad.double().square()
+    for name, grad in grads.items():
+        g = grad.double().square()
         if name.endswith("in_proj.weight"):
             squares["mlp"] += g[:256].sum().item()
             squares["qk"] += g[256:384].sum().item()

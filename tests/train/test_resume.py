@@ -72,6 +72,18 @@ def test_twenty_interruptions_leave_the_tables_of_an_uninterrupted_run(
     }
 
 
+@pytest.mark.parametrize("precision", ["bf16_pure", "fp16"])
+def test_every_other_precision_goes_on_with_its_bits_scale_and_dropout_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    cfg = config(f"precision={precision}", "model.dropout=0.1", "model.drop_path=0.1", "model.block_norm=parallel")
+    assert run(cfg, tmp_path / "whole", monkeypatch) == 0
+    for at in (3, 17, 29):
+        assert run(cfg, tmp_path / "stopped", monkeypatch, stop_after=at) == 75
+    assert run(cfg, tmp_path / "stopped", monkeypatch) == 0
+    assert_same(tmp_path / "whole", tmp_path / "stopped")
+
+
 def test_rows_after_the_last_checkpoint_are_trained_again_and_not_kept_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
