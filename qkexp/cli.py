@@ -188,8 +188,8 @@ def _launch(plan: Plan, todo: Sequence[Planned], options: argparse.Namespace, *,
     settings = dict(plan.sweep.launcher)
     if alone:
         settings |= {"workers": 1, "threads": settings["threads"] or cores()}
-    for warning in {w: None for run in todo for w in warnings(run.config)}:
-        err.print(warning, markup=False, soft_wrap=True)
+    for text in {w: None for run in todo for w in warnings(run.config)}:
+        err.print(text, markup=False, soft_wrap=True)
     launcher = make_launcher(plan.sweep.launcher_name, settings)
     prepare(todo[0].config.data)
     plan.make_directory()

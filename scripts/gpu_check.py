@@ -25,8 +25,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench import SIZES, Effort, Figure, configure, one_batch, our_model, probe_figures, report, step_figures, threads
+from bench import report
 from bench import row as figure_row
+from benchmarks.sections import probe_figures, step_figures
+from benchmarks.timing import Figure, threads
+from benchmarks.workloads import SIZES, Effort, configure, one_batch, our_model
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor

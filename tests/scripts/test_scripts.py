@@ -47,6 +47,20 @@ def test_bench_writes_every_figure(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"b.json"}
 
 
+def test_bench_of_training_tells_shares_of_a_step_that_add_up(tmp_path: Path) -> None:
+    done = run("bench.py", "train", "--quick", "--json", "b.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    figures = {f["name"]: f["value"] for f in written(tmp_path / "b.json")["figures"]}
+    for placement in ("post", "res_post", "none", "parallel"):
+        assert figures[f"micro block_norm={placement} / plain"] > 0
+    parts = [f"micro {part} / step" for part in ("forward", "loss", "backward", "optimiser")]
+    assert all(0 < figures[part] < 1 for part in parts)
+    assert figures["micro backward / step"] > figures["micro optimiser / step"]
+    outside = figures["micro step outside forward, backward and optimiser / step"]
+    assert 0 < outside < 0.5
+    assert figures["micro accumulate=4 / 4 plain steps"] == pytest.approx(1.0, abs=0.6)
+
+
 def store_run(directory: Path, own: float, wall: float) -> None:
     """A finished run of two steps that took ``own`` seconds in them and ``wall`` in all."""
     directory.mkdir(parents=True)
@@ -86,7 +100,7 @@ def test_bench_refuses_an_unknown_section(
     monkeypatch.setattr(sys, "argv", ["bench.py", "stpe"])
     with pytest.raises(SystemExit, match="2"):
         bench.main()
-    assert "accepted: step, probe, rate, sweep" in capsys.readouterr().err
+    assert "accepted: step, probe, rate, train, sweep" in capsys.readouterr().err
 
 
 def test_gpu_check_covers_every_variant(tmp_path: Path) -> None:

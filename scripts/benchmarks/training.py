@@ -1,0 +1,116 @@
+"""The section ``train``: what choices of the training loop cost, and what the loop itself takes."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from benchmarks.timing import Figure, quartiles, ratio, side_by_side, threads
+from benchmarks.workloads import SIZES, Effort, configure, run_loop
+from qkexp.config import RunConfig
+from qkexp.train import loop
+
+CHANGES: dict[str, tuple[str, ...]] = {
+    **{f"block_norm={p}": (f"model.block_norm={p}",) for p in ("post", "res_post", "none", "parallel")},
+    **{f"precision={p}": (f"precision={p}",) for p in ("fp32", "bf16_pure", "fp16")},
+}
+ACCUMULATE = 4
+
+
+def train_figures(effort: Effort, device: str) -> Iterator[Figure]:
+    """Steps of the real loop, micro size, without the probe: changed against plain, and its own share."""
+    size = SIZES["micro"]
+    steps = 6 if effort.quick else 40
+    pairs = 2 if effort.quick else 7
+    with threads(size.threads), tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        keys = ("probe.every=0", f"train.steps={steps}")
+        plain = configure(size, device, *keys)
+        for label, overrides in CHANGES.items():
+            changed = configure(size, device, *keys, *overrides)
+            over, under = side_by_side(
+                partial(a_step, changed, folder / "a"), partial(a_step, plain, folder / "b"), pairs
+            )
+            yield ratio("train", f"micro {label} / plain", over, under)
+        yield accumulation(plain, configure(size, device, *keys, f"train.accumulate={ACCUMULATE}"), folder, pairs)
+        yield from shares(plain, folder, pairs)
+
+
+def a_step(cfg: RunConfig, folder: Path) -> float:
+    return run_loop(cfg, folder).a_step()
+
+
+def accumulation(plain: RunConfig, accumulated: RunConfig, folder: Path, pairs: int) -> Figure:
+    over, under = side_by_side(
+        partial(a_step, accumulated, folder / "a"), lambda: ACCUMULATE * a_step(plain, folder / "b"), pairs
+    )
+    label = f"micro accumulate={ACCUMULATE} / {ACCUMULATE} plain steps"
+    return ratio("train", label, over, under, target=1.05, side="below")
+
+
+def shares(cfg: RunConfig, folder: Path, rounds: int) -> Iterator[Figure]:
+    """Forward (with the loss), backward and optimiser as shares of a step of the loop, and what is left over."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for _ in range(rounds):
+        with clocks() as spent:
+            watch = run_loop(cfg, folder / "shares")
+        step = watch.a_step()
+        later = {part: sum(times[1:]) / (len(times) - 1) / step for part, times in spent.items()}
+        for part, share in {**later, "outside": 1.0 - sum(later.values())}.items():
+            found[part].append(share)
+    for part, values in found.items():
+        low, middle, high = quartiles(values)
+        target = 0.05 if part == "outside" else None
+        name = "step outside forward, backward and optimiser" if part == "outside" else part
+        detail = {"quartiles": [low, high], "rounds": rounds}
+        yield Figure("train", f"micro {name} / step", middle, target=target, side="below", detail=detail)
+
+
+@contextmanager
+def clocks() -> Iterator[dict[str, list[float]]]:
+    """Seconds of each forward pass, loss, backward pass and optimiser step of the training loops run inside."""
+    spent: dict[str, list[float]] = defaultdict(list)
+    began: dict[str, float] = {}
+
+    def start(part: str, *_: Any) -> None:
+        began[part] = time.perf_counter()
+
+    def stop(part: str, *_: Any) -> None:
+        spent[part].append(time.perf_counter() - began[part])
+
+    def timed(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            if "reduction" in kwargs:  # of an evaluation
+                return call(*args, **kwargs)
+            start(part)
+            result = call(*args, **kwargs)
+            stop(part)
+            return result
+
+        return inner
+
+    def build(*args: Any, **kwargs: Any) -> nn.Module:
+        model = real_build(*args, **kwargs)
+        model.register_forward_pre_hook(lambda m, _: start("forward") if m.training else None)
+        model.register_forward_hook(lambda m, *_: stop("forward") if m.training else None)
+        return model
+
+    real_build = loop.build_vit
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(loop, "build_vit", build))
+        stack.enter_context(mock.patch.object(loop, "measure", return_value={}))
+        stack.enter_context(mock.patch.object(loop, "objective", timed("loss", loop.objective)))
+        stack.enter_context(mock.patch.object(Tensor, "backward", timed("backward", Tensor.backward)))
+        for register, when in ((register_optimizer_step_pre_hook, start), (register_optimizer_step_post_hook, stop)):
+            stack.callback(register(partial(when, "optimiser")).remove)
+        yield spent
