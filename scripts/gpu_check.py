@@ -107,10 +107,11 @@ class Side:
 
     def update(self, step: int, loss: Tensor) -> tuple[float, float]:
         """Backward and optimiser: the loss and the gradient's norm, read."""
+        self.updater.clear()
         loss.backward()
-        norm = self.updater.grad_norms().total
+        norm = self.updater.grad_norms(self.updater.measure().tolist())["grad_norm"]
         self.updater.step(step)
-        return loss.item(), norm.item()
+        return loss.item(), norm
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from qkexp.train.data import Dataset, Split, batch_indices
 from qkexp.train.dtypes import measure
 from qkexp.train.events import Detector, Event, healthy_steps
 from qkexp.train.objective import constant_loss, objective
-from qkexp.train.optim import PARTS, Updater
+from qkexp.train.optim import Updater
 from qkexp.train.outcome import final_figures, judge
 from qkexp.train.precision import WEIGHTS, autocast, loss_scaler
 from qkexp.train.spikes import SpikeDetector
@@ -127,64 +127,63 @@ def train(
         }
         record.checkpoint(done, state)
 
-    def attempt(step: int) -> tuple[list[float], float]:
-        """Forward and backward of a step, its gradient gathered and measured: (figures, seconds of the probe)."""
-        passes: list[Tensor] = []  # of each microbatch: loss, largest |output logit|, mean log-partition
+    def attempt(step: int) -> tuple[dict[str, float], float]:
+        """Forward and backward of a step, its gradient measured: (figures, seconds of the probe)."""
+        updater.clear()
+        outputs: list[Tensor] = []  # of each microbatch: loss, largest |output logit|, mean log-partition
         with probe.step(step):
             for microbatch in range(step * accumulate, (step + 1) * accumulate):
                 take = indices(microbatch).to(device)
+                images, labels = data.train.images[take].to(updater.flat.dtype), data.train.labels[take]
                 with autocast(cfg.precision, cfg.device):
-                    logits = forward(data.train.images[take].to(updater.flat.dtype))
+                    logits = forward(images)
                 logits = logits.float()
-                loss = objective(logits, data.train.labels[take], cfg.train)
+                loss = objective(logits, labels, cfg.train)
+                outputs.append(torch.stack([loss.detach(), *output_figures(logits)]))
                 scaler.scale(loss / accumulate).backward()
-                passes.append(torch.stack([loss.detach(), *output_figures(logits)]))
             backward_done = clock(device)
         probe_seconds = clock(device) - backward_done
-        norms = updater.grad_norms(scaler)
-        if cfg.train.clip_norm is not None:
-            updater.clip(cfg.train.clip_norm, norms.total)
-        outputs = torch.stack(passes).double()
-        figures = [outputs[:, 0].mean(), norms.total, *norms.parts, outputs[:, 1].max(), outputs[:, 2].mean()]
-        return torch.stack(figures).tolist(), probe_seconds  # the step's one synchronisation
+        measured = torch.cat([*outputs, updater.measure(scaler)]).tolist()  # the step's one synchronisation
+        loss_, largest, logz = (measured[i : 3 * accumulate : 3] for i in range(3))
+        figures = {"loss": sum(loss_) / accumulate, "out_logz_mean": sum(logz) / accumulate}
+        figures |= {"out_logit_absmax": max(largest), **updater.grad_norms(measured[3 * accumulate :])}
+        return figures, probe_seconds
 
     model.train()
     for step in range(first, steps):
         start = clock(device)
         skipped, scale = 0, scaler.get_scale()
-        values, probe_seconds = attempt(step)
+        figures, probe_seconds = attempt(step)
         scaler.update()
-        while scaler.get_scale() < scale >= 1.0 and math.isfinite(values[0]):  # fp16: the gradient overflowed
+        while scaler.get_scale() < scale >= 1.0 and math.isfinite(figures["loss"]):  # fp16: the gradient overflowed
             skipped, scale = skipped + 1, scaler.get_scale()
-            values, probe_seconds = attempt(step)
+            figures, probe_seconds = attempt(step)
             scaler.update()
         if probe.frame is not None:
             record.frame(probe.frame)
-        if not (math.isfinite(values[0]) and math.isfinite(values[1])):
-            what = "loss" if not math.isfinite(values[0]) else "grad_norm"
-            nonfinite = f"{what} is {values[0] if what == 'loss' else values[1]} at step {step}"
+        broken = next((name for name in ("loss", "grad_norm") if not math.isfinite(figures[name])), None)
+        if broken is not None:
+            nonfinite = f"{broken} is {figures[broken]} at step {step}"
             break
+        if cfg.train.clip_norm is not None:
+            updater.clip(cfg.train.clip_norm, figures["grad_norm"])
         update = updater.step(step)
         if step == first:
             record.note(dtypes={**dtypes, "optimizer_state": updater.state_dtypes()})
         row = {
             "step": step,
-            "loss": values[0],
+            **figures,
             "lr": update.lr,
-            "grad_norm": values[1],
-            "param_norm": float(update.param_norm),
-            "update_rms": float(update.rms),
-            **{f"grad_norm_{part}": v for part, v in zip(PARTS, values[2:6], strict=True)},
-            "out_logit_absmax": values[6],
-            "out_logz_mean": values[7],
+            "param_norm": update.param_norm,
+            "update_rms": update.rms,
             "probe_seconds": probe_seconds,
         }
         if scaler.is_enabled():
             row |= {"skipped_steps": skipped, "loss_scale": scale}
         if update.moved is not None:
-            row["moved"] = float(update.moved)
+            row["moved"] = update.moved
         row["step_seconds"] = clock(device) - start - probe_seconds
-        losses.append(values[0])
+        losses.append(figures["loss"])
 
         done = step + 1
         if done == steps or (cfg.train.eval_every and done % cfg.train.eval_every == 0):

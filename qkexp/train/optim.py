@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from qkexp.config import OptimConfig
 from qkexp.model.parts import PARTS, Piece, pieces
@@ -27,14 +26,6 @@ def decays(name: str, parameter: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class GradNorms:
-    """Gradient norms before clipping: of everything, and of its parts (``PARTS``)."""
-
-    total: Tensor  # ()
-    parts: Tensor  # (4,)
-
-
-@dataclass(frozen=True)
 class Update:
     """What a step did: the rate used, RMS of Δθ ÷ rate without decay, ‖θ‖₂ after it.
 
@@ -42,9 +33,9 @@ class Update:
     """
 
     lr: float
-    rms: Tensor  # ()
-    param_norm: Tensor  # ()
-    moved: Tensor | None  # ()
+    rms: float
+    param_norm: float
+    moved: float | None
 
 
 class Updater:
@@ -52,7 +43,7 @@ class Updater:
 
     A micro model has sixty small tensors; copying, subtracting and measuring them one by one cost a
     tenth of its step. So parameters become views of one vector (their names, shapes and ``state_dict``
-    stay), gradients are gathered into another, and each statistic is one operation.
+    stay), their gradients pieces of another, and each statistic is one operation.
 
     Decay is applied here and not by the optimiser, so that "independent" (θ ← θ − s_t·λ·θ, s_t the
     schedule in [0, 1]; Wortsman et al. 2023) and "coupled" (θ ← θ − lr_t·λ·θ, PyTorch's AdamW) differ
@@ -73,7 +64,9 @@ class Updater:
         for piece in pieces(model):
             if piece.parameter in self._pieces:
                 self._pieces[piece.parameter].append(piece)
-        self._measured, self._membership = self._partition()
+        for _, parameter, span in _spans(self.named):
+            parameter.grad = self.grad[span].view(parameter.shape)
+        self._measured, self._owners = self._partition()
         self._qk = [
             piece.of(self.flat[span].view(parameter.shape))
             for name, parameter, span in _spans(self.named)
@@ -84,25 +77,37 @@ class Updater:
         matrices, rest = self._split()
         self.optimizers = OPTIMIZERS[cfg.name](matrices, rest, cfg)
 
-    def grad_norms(self, scaler: torch.amp.GradScaler | None = None) -> GradNorms:
-        """Gather the gradients of the parameters, undo the scaling of the loss, and measure them."""
-        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for _, p in self.named]
-        torch.cat([g.reshape(-1) for g in grads], out=self.grad)
-        for _, parameter in self.named:
-            parameter.grad = None
+    def clear(self) -> None:
+        """Set the gradient to zero: backward passes add to it."""
+        self.grad.zero_()
+
+    def measure(self, scaler: torch.amp.GradScaler | None = None) -> Tensor:
+        """Undo the scaling of the loss, and measure the gradient.
+
+        Returns the norm of each piece, (pieces,) float32, still on the device; :meth:`grad_norms` reads it.
+        """
         if scaler is not None:
             for optimizer in self.optimizers:
                 scaler.unscale_(optimizer)
-        squares = torch.stack(torch._foreach_norm(self._measured, dtype=torch.float32)).double().square()
-        return GradNorms(squares.sum().sqrt(), (squares @ self._membership).sqrt())
+        return torch.stack(torch._foreach_norm(self._measured, dtype=torch.float32))
 
-    def clip(self, largest: float, norm: Tensor) -> None:
-        """Scale the gathered gradient so that its norm is at most ``largest``."""
-        self.grad *= (largest / (norm + 1e-6)).clamp(max=1.0)
+    def grad_norms(self, pieces: Sequence[float]) -> dict[str, float]:
+        """What :meth:`measure` returned, as numbers -> gradient norms before clipping: in all, and of each part."""
+        squares = dict.fromkeys(PARTS, 0.0)
+        for part, norm in zip(self._owners, pieces, strict=True):
+            squares[part] += norm * norm
+        total = math.sqrt(sum(squares.values()))
+        return {"grad_norm": total, **{f"grad_norm_{part}": math.sqrt(square) for part, square in squares.items()}}
+
+    def clip(self, largest: float, norm: float) -> None:
+        """Scale the gradient, whose norm is ``norm``, so that it is at most ``largest``."""
+        factor = largest / (norm + 1e-6)
+        if factor < 1.0:
+            self.grad *= factor
 
     @torch.no_grad()
     def step(self, step: int) -> Update:
-        """Decay and update with the gathered gradient."""
+        """Decay and update."""
         lr = learning_rate(step, self.steps, self.cfg)
         kept = [weights.clone() for weights in self._qk] if self.cfg.qk_lr_scale != 1.0 else []
         if self.cfg.weight_decay and self.cfg.name == "adam":
@@ -118,11 +123,12 @@ class Updater:
         for weights, before in zip(self._qk, kept, strict=False):
             weights.copy_(torch.lerp(before, weights, self.cfg.qk_lr_scale))
         self._change -= self.flat
-        rms = _norm(self._change) / math.sqrt(self.flat.numel()) / lr
-        moved = None
+        measured = [_norm(self._change), _norm(self.flat)]
         if self.flat.dtype != torch.float32:
-            moved = torch.count_nonzero(self._change) / self.flat.numel()
-        return Update(lr, rms, _norm(self.flat), moved)
+            measured.append(torch.count_nonzero(self._change).float())
+        change, size, *moved = torch.stack(measured).tolist()
+        count = self.flat.numel()
+        return Update(lr, change / math.sqrt(count) / lr, size, moved[0] / count if moved else None)
 
     def groups(self) -> dict[str, dict[str, Any]]:
         """Which parameters decay, which do not, and which are frozen or slowed: name -> counts and names."""
@@ -179,14 +185,14 @@ class Updater:
         parameter.grad = self.grad[span].view(*shape)
         return parameter
 
-    def _partition(self) -> tuple[list[Tensor], Tensor]:
-        """Views of the flat gradient, and a matrix (pieces, 4) that says which part each belongs to."""
+    def _partition(self) -> tuple[list[Tensor], list[str]]:
+        """Views of the flat gradient, and the part that each belongs to."""
         views: list[Tensor] = []
-        owners: list[int] = []
+        owners: list[str] = []
         at = run = 0  # neighbours of one part are one view, which ends at ``at`` and is ``run`` long
         for name, parameter, span in _spans(self.named):
             for piece in self._pieces[name]:
-                view, owner = piece.of(self.grad[span].view(parameter.shape)), PARTS.index(piece.part)
+                view, owner = piece.of(self.grad[span].view(parameter.shape)), piece.part
                 if piece.axis == 0:
                     grows = run and owners[-1] == owner
                     run = run + view.numel() if grows else view.numel()
@@ -199,8 +205,7 @@ class Updater:
                     at, run = span.stop, 0
                 views.append(view)
                 owners.append(owner)
-        membership = F.one_hot(torch.tensor(owners), len(PARTS)).double()
-        return views, membership.to(self.flat.device)
+        return views, owners
 
 
 def _norm(vector: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import time
 from collections import defaultdict
@@ -12,13 +13,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+import torch
+from torch import Tensor
 
 from benchmarks.timing import Figure, quartiles, ratio, side_by_side, threads
 from benchmarks.workloads import SIZES, Effort, configure, run_loop
 from qkexp.config import RunConfig
 from qkexp.train import loop
+from qkexp.train.precision import autocast
 
 CHANGES: dict[str, tuple[str, ...]] = {
     **{f"block_norm={p}": (f"model.block_norm={p}",) for p in ("post", "res_post", "none", "parallel")},
@@ -31,10 +33,11 @@ def train_figures(effort: Effort, device: str) -> Iterator[Figure]:
     """Steps of the real loop, micro size, without the probe: changed against plain, and its own share."""
     size = SIZES["micro"]
     steps = 6 if effort.quick else 40
+    epoch = 22 * size.batch[device]  # of digits: an order of samples is drawn once in so many steps
     pairs = 2 if effort.quick else 7
     with threads(size.threads), tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        keys = ("probe.every=0", f"train.steps={steps}")
+        keys = ("probe.every=0", f"train.steps={steps}", f"data.samples={epoch}")
         plain = configure(size, device, *keys)
         for label, overrides in CHANGES.items():
             changed = configure(size, device, *keys, *overrides)
@@ -43,7 +46,8 @@ def train_figures(effort: Effort, device: str) -> Iterator[Figure]:
             )
             yield ratio("train", f"micro {label} / plain", over, under)
         yield accumulation(plain, configure(size, device, *keys, f"train.accumulate={ACCUMULATE}"), folder, pairs)
-        yield from shares(plain, folder, pairs)
+        longer = configure(size, device, *keys, f"train.steps={effort.block(size)}")  # tables are written as in a run
+        yield from shares(longer, folder, pairs)
 
 
 def a_step(cfg: RunConfig, folder: Path) -> float:
@@ -78,7 +82,7 @@ def shares(cfg: RunConfig, folder: Path, rounds: int) -> Iterator[Figure]:
 
 @contextmanager
 def clocks() -> Iterator[dict[str, list[float]]]:
-    """Seconds of each forward pass, loss, backward pass and optimiser step of the training loops run inside."""
+    """Seconds of each forward pass (with its casts), loss, backward pass and optimiser step of the loops run inside."""
     spent: dict[str, list[float]] = defaultdict(list)
     began: dict[str, float] = {}
 
@@ -89,6 +93,7 @@ def clocks() -> Iterator[dict[str, list[float]]]:
         spent[part].append(time.perf_counter() - began[part])
 
     def timed(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
         def inner(*args: Any, **kwargs: Any) -> Any:
             if "reduction" in kwargs:  # of an evaluation
                 return call(*args, **kwargs)
@@ -99,18 +104,21 @@ def clocks() -> Iterator[dict[str, list[float]]]:
 
         return inner
 
-    def build(*args: Any, **kwargs: Any) -> nn.Module:
-        model = real_build(*args, **kwargs)
-        model.register_forward_pre_hook(lambda m, _: start("forward") if m.training else None)
-        model.register_forward_hook(lambda m, *_: stop("forward") if m.training else None)
-        return model
+    @contextmanager
+    def forward(*args: Any) -> Iterator[None]:
+        training = torch.is_grad_enabled()
+        if training:
+            start("forward")
+        with autocast(*args):
+            yield
+        if training:
+            stop("forward")
 
-    real_build = loop.build_vit
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(loop, "build_vit", build))
+        stack.enter_context(mock.patch.object(loop, "autocast", forward))
         stack.enter_context(mock.patch.object(loop, "measure", return_value={}))
         stack.enter_context(mock.patch.object(loop, "objective", timed("loss", loop.objective)))
         stack.enter_context(mock.patch.object(Tensor, "backward", timed("backward", Tensor.backward)))
-        for register, when in ((register_optimizer_step_pre_hook, start), (register_optimizer_step_post_hook, stop)):
-            stack.callback(register(partial(when, "optimiser")).remove)
+        torch.optim.Adam([torch.zeros(1)])  # the first instance puts PyTorch's own hooks around the method
+        stack.enter_context(mock.patch.object(torch.optim.Adam, "step", timed("optimiser", torch.optim.Adam.step)))
         yield spent

@@ -147,13 +147,13 @@ def test_nonfinite_step_ends_the_run_before_it_touches_a_weight(monkeypatch: pyt
 
 
 def test_gradient_that_is_not_finite_ends_the_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = loop.Updater.grad_norms
+    original = loop.Updater.measure
 
-    def grad_norms(self: Any) -> Any:
+    def measure(self: Any, scaler: Any) -> Any:
         next(iter(self.named))[1].grad[...] = math.inf
-        return original(self)
+        return original(self, scaler)
 
-    monkeypatch.setattr(loop.Updater, "grad_norms", grad_norms)
+    monkeypatch.setattr(loop.Updater, "measure", measure)
     record, outcome = run()
     assert outcome["reason"] == "nonfinite: grad_norm is inf at step 0"
     assert record.rows == []
