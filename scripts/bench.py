@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import timm
 import torch
 from rich.console import Console
@@ -222,12 +223,11 @@ def configure(size: Size, device: str, *overrides: str) -> RunConfig:
 
 def one_batch(cfg: RunConfig) -> tuple[Tensor, Tensor]:
     """Images and labels of one step, on the configured device."""
-    split = datasets.load(cfg.data).train.to(torch.device(cfg.device))
-    return split.images[: cfg.train.batch_size], split.labels[: cfg.train.batch_size]
+    return next(datasets.training_batches(datasets.load(cfg.data), cfg, first_step=0))
 
 
 def our_model(cfg: RunConfig) -> nn.Module:
-    images = datasets.load(cfg.data).train.images[: cfg.train.batch_size]
+    images = datasets.load(cfg.data).train.plain(np.arange(cfg.train.batch_size))
     model = build_vit(cfg, image_size=image_side(cfg), channels=3, classes=CLASSES, like=images)
     return model.to(cfg.device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -16,15 +17,13 @@ from qkexp.model.vit import build_vit
 from qkexp.probe.frame import Frame, layer_values, to_numpy
 from qkexp.probe.metrics import NAMES
 from qkexp.probe.probe import AttentionProbe
-from qkexp.train.data import Dataset, Split, batch_indices
+from qkexp.train.data import Dataset, Split, batch_indices, training_batches, validation_batches
 from qkexp.train.events import Detector, Event, healthy_steps
 from qkexp.train.objective import constant_loss, objective
 from qkexp.train.optim import PARTS, Updater
 from qkexp.train.outcome import final_figures, judge
 from qkexp.train.precision import autocast
 from qkexp.train.spikes import SpikeDetector
-
-EVAL_BATCH = 256
 
 
 class Recorder(Protocol):
@@ -61,18 +60,13 @@ def train(
     Returns:
         The content of outcome.json but for the wall time; ``step`` is the number of rows recorded.
     """
-    device, steps, batch_size = torch.device(cfg.device), cfg.train.steps, cfg.train.batch_size
-    accumulate = cfg.train.accumulate
-
-    def indices(microbatch: int) -> Tensor:
-        return torch.from_numpy(batch_indices(cfg.data.seed, microbatch, len(data.train), batch_size))
-
-    first_images = data.train.images[indices(0)]
+    device, steps, accumulate = torch.device(cfg.device), cfg.train.steps, cfg.train.accumulate
+    first_images = data.train.plain(batch_indices(cfg.data.seed, 0, len(data.train), cfg.train.batch_size))
     model = build_vit(
         cfg, image_size=data.image_size, channels=data.channels, classes=data.classes, like=first_images
     ).to(device)
     chance = constant_loss(data.train.labels, data.classes, cfg.train)
-    data = data.to(device)
+    data = data.to_device(cfg)
     probe = AttentionProbe(model, every=cfg.probe.every, images=cfg.probe.images)
     updater = Updater(model, cfg.optim, steps)
     detector = Detector(steps)
@@ -121,16 +115,16 @@ def train(
         record.checkpoint(done, state)
 
     model.train()
+    batches = training_batches(data, cfg, first)
     for step in range(first, steps):
         start = clock(device)
         passes: list[Tensor] = []  # of each microbatch: loss, largest |output logit|, mean log-partition
         with probe.step(step):
-            for microbatch in range(step * accumulate, (step + 1) * accumulate):
-                take = indices(microbatch).to(device)
+            for images, labels in itertools.islice(batches, accumulate):
                 with autocast(cfg.precision, cfg.device):
-                    logits = model(data.train.images[take])
+                    logits = model(images)
                 logits = logits.float()
-                loss = objective(logits, data.train.labels[take], cfg.train)
+                loss = objective(logits, labels, cfg.train)
                 (loss / accumulate).backward()
                 passes.append(torch.stack([loss.detach(), *output_figures(logits)]))
             backward_done = clock(device)
@@ -213,8 +207,7 @@ def evaluate(model: nn.Module, split: Split, cfg: RunConfig) -> dict[str, float]
     start = time.perf_counter()
     model.eval()
     loss, right = 0.0, 0
-    for at in range(0, len(split), EVAL_BATCH):
-        images, labels = split.images[at : at + EVAL_BATCH], split.labels[at : at + EVAL_BATCH]
+    for images, labels in validation_batches(split, cfg):
         with autocast(cfg.precision, cfg.device):
             logits = model(images)
         loss += objective(logits.float(), labels, cfg.train, reduction="sum").item()
