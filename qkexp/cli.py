@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from qkexp.config import UserError
+from qkexp.config import RunConfig, UserError
 
 if TYPE_CHECKING:
     from qkexp.sweep.launch import LocalLauncher
@@ -200,8 +200,10 @@ def _ready(plan: Plan, todo: Sequence[Planned], *, alone: bool) -> LocalLauncher
     if alone:
         settings |= {"workers": 1, "threads": settings["threads"] or cores()}
     launcher = make_launcher(plan.sweep.launcher_name, settings)
-    wanted = {(c.data.name, c.data.root, c.data.download, c.train.batch_size): c for c in (r.config for r in todo)}
-    for config in wanted.values():
+    needs: dict[tuple[Any, ...], RunConfig] = {}  # of each data set the run with the largest batch
+    for config in sorted((run.config for run in todo), key=lambda c: c.train.batch_size):
+        needs[config.data.name, config.data.root, config.data.download] = config
+    for config in needs.values():
         prepare(config.data, config.train.batch_size)
     return launcher
 

@@ -42,6 +42,7 @@ from qkexp.record.run import RunWriter
 from qkexp.sweep.job import prepare_cpu
 from qkexp.sweep.launch import cores
 from qkexp.train import data as datasets
+from qkexp.train.batches import training_batches
 from qkexp.train.loop import train
 from qkexp.train.precision import autocast, resolve
 
@@ -223,7 +224,7 @@ def configure(size: Size, device: str, *overrides: str) -> RunConfig:
 
 def one_batch(cfg: RunConfig) -> tuple[Tensor, Tensor]:
     """Images and labels of one step, on the configured device."""
-    return next(datasets.training_batches(datasets.load(cfg.data), cfg, first_step=0))
+    return next(training_batches(datasets.load(cfg.data), cfg, first_step=0))
 
 
 def our_model(cfg: RunConfig) -> nn.Module:

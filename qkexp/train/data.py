@@ -1,30 +1,20 @@
-"""Data sets, and batches that are a function of (configuration, microbatch).
-
-Because a batch depends on nothing else, any process may make any of them: results are the same for
-every number of workers, and a resumed run goes on at exactly the batch where it stopped.
-"""
+"""Data sets by name: their training and validation splits, and the order of samples."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from qkexp.config import DATA_SETS, ConfigError, DataConfig, RunConfig, UserError, image_size
-from qkexp.train import augment, sources
-
-EVAL_BATCH = 256
-Batch = tuple[Tensor, Tensor]  # images (B, C, size, size) float32; labels (B,) int64, or (B, classes) where soft
-
+from qkexp.train import augment, sources, store
 
 # ---------------------------------------------------------------- splits
 
@@ -154,7 +144,7 @@ def prepare(cfg: DataConfig, batch_size: int = 1) -> None:
         train, _ = sources.image_folders(cfg)
         _require_a_batch(len(train), batch_size)
     elif cfg.name in sources.SOURCES:
-        sources.require(cfg)
+        _require_a_batch(len(sources.read(cfg)["train_y"]), batch_size)
 
 
 def convert(cfg: DataConfig) -> str:
@@ -199,12 +189,12 @@ def _convert_digits(cfg: DataConfig) -> Path:
     images = images.reshape(-1, 1, 8, 8).astype(np.float32)
     parts = train_test_split(images, labels.astype(np.int64), test_size=360, stratify=labels, random_state=0)
     names = ("train_x", "val_x", "train_y", "val_y")
-    sources.write_arrays(path, dict(zip(names, parts, strict=True)), checked=False)
+    store.write_arrays(path, dict(zip(names, parts, strict=True)), checked=False)
     return path
 
 
 def _load_digits(cfg: DataConfig) -> Dataset:
-    arrays = {n: torch.from_numpy(a) for n, a in sources.read_arrays(_convert_digits(cfg)).items()}
+    arrays = {n: torch.from_numpy(a) for n, a in store.read_arrays(_convert_digits(cfg)).items()}
     train, val = (Memory(arrays[f"{s}_x"] / 8.0 - 1.0, arrays[f"{s}_y"], 8) for s in ("train", "val"))  # from 0 … 16
     return Dataset(train, val, classes=10, channels=1)
 
@@ -236,7 +226,7 @@ LOADERS: dict[str, Callable[[DataConfig], Dataset]] = {
 }
 
 
-# ---------------------------------------------------------------- batches
+# ---------------------------------------------------------------- order
 
 
 def batch_indices(seed: int, microbatch: int, samples: int, batch_size: int) -> np.ndarray:
@@ -254,88 +244,3 @@ def _require_a_batch(samples: int, batch_size: int) -> None:
 @functools.lru_cache(maxsize=2)
 def _permutation(seed: int, epoch: int, samples: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(samples)
-
-
-class TrainingBatches:
-    """Number of a microbatch -> its images and labels: ordered, augmented, mixed, poisoned."""
-
-    def __init__(self, data: Dataset, cfg: RunConfig):
-        self.split, self.classes, self.cfg = data.train, data.classes, cfg
-        self.change: Callable[[Tensor], Tensor] | None = None
-        if augment.augments(cfg.data):
-            self.change = augment.transform(cfg.data, self.split.size, self.split.fit, self.split.black)
-
-    def __getitem__(self, microbatch: int) -> Batch:
-        cfg, split, size = self.cfg.data, self.split, self.cfg.train.batch_size
-        indices = batch_indices(cfg.seed, microbatch, len(split), size)
-        epoch = microbatch // (len(split) // size)
-        if self.change is None:
-            images = split.plain(indices)
-        else:
-            stored = (split.stored(i) for i in indices)
-            images = scaled(augment.augmented(stored, self.change, cfg.seed, epoch, indices))
-        labels = split.labels[torch.from_numpy(indices)]
-        if cfg.mixup:
-            images, labels = augment.mixup(images, labels, self.classes, cfg, epoch, indices)
-        if microbatch // self.cfg.train.accumulate in cfg.poison_steps:
-            images, labels = augment.poisoned(images, labels, self.classes, cfg, microbatch)
-        return images, labels
-
-
-class PlainBatches:
-    """Number of a batch -> the next images and labels of a split, in order and as they are."""
-
-    def __init__(self, split: Split):
-        self.split = split
-
-    def __len__(self) -> int:
-        return -(-len(self.split) // EVAL_BATCH)
-
-    def __getitem__(self, number: int) -> Batch:
-        indices = np.arange(number * EVAL_BATCH, min((number + 1) * EVAL_BATCH, len(self.split)))
-        return self.split.plain(indices), self.split.labels[torch.from_numpy(indices)]
-
-
-def training_batches(data: Dataset, cfg: RunConfig, first_step: int) -> Iterator[Batch]:
-    """The microbatches from a step to the end of the run, on the run's device."""
-    batches, per_step = TrainingBatches(data, cfg), cfg.train.accumulate
-    return _stream(batches, range(first_step * per_step, cfg.train.steps * per_step), data.train, cfg)
-
-
-def validation_batches(split: Split, cfg: RunConfig) -> Iterator[Batch]:
-    """A split once, in order and without augmentation, on the run's device."""
-    batches = PlainBatches(split)
-    return _stream(batches, range(len(batches)), split, cfg)
-
-
-def _stream(batches: Any, numbers: range, split: Split, cfg: RunConfig) -> Iterator[Batch]:
-    """Batches by number, made here or by ``data.workers`` processes where making them takes long."""
-    slow = isinstance(split, Folder) or getattr(batches, "change", None) is not None
-    made: Any = (batches[n] for n in numbers)
-    if slow and cfg.data.workers:
-        made = DataLoader(
-            _Handed(batches),  # type: ignore[arg-type]
-            batch_size=None,  # a batch is what the data set holds
-            sampler=numbers,
-            num_workers=cfg.data.workers,
-            pin_memory=cfg.device == "cuda",
-            generator=torch.Generator(),  # else it draws from the one of dropout
-        )
-    for batch in made:
-        if isinstance(batch, UserError):
-            raise batch
-        images, labels = batch
-        yield images.to(cfg.device, non_blocking=True), labels.to(cfg.device, non_blocking=True)
-
-
-class _Handed:
-    """Errors as values: one that a worker raises arrives wrapped in its traceback."""
-
-    def __init__(self, batches: Any):
-        self.batches = batches
-
-    def __getitem__(self, number: int) -> Batch | UserError:
-        try:
-            return self.batches[number]
-        except UserError as error:
-            return error

@@ -17,7 +17,8 @@ from qkexp.model.vit import build_vit
 from qkexp.probe.frame import Frame, layer_values, to_numpy
 from qkexp.probe.metrics import NAMES
 from qkexp.probe.probe import AttentionProbe
-from qkexp.train.data import Dataset, Split, batch_indices, training_batches, validation_batches
+from qkexp.train.batches import training_batches, validation_batches
+from qkexp.train.data import Dataset, Split, batch_indices
 from qkexp.train.events import Detector, Event, healthy_steps
 from qkexp.train.objective import constant_loss, objective
 from qkexp.train.optim import PARTS, Updater

@@ -2,17 +2,14 @@
 
 A set is looked for as its converted file in ``data.root`` (or the user's cache folder), then as the
 files that its authors publish, which are read as they are. Fetching needs ``qkexp data prepare`` or
-``data.download=true``; it happens under a lock, and what is there afterwards is whole.
+``data.download=true``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gzip
-import hashlib
 import http.client
-import logging
 import os
 import socket
 import tempfile
@@ -29,9 +26,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from torchvision.datasets import ImageFolder
 
 from qkexp.config import ConfigError, DataConfig, UserError
+from qkexp.train.store import Arrays, is_whole, locked, read_arrays, write_arrays
 
-log = logging.getLogger("qkexp")
-Arrays = dict[str, np.ndarray]  # train_x, val_x: (n, C, size, size) uint8; train_y, val_y: (n,) int64
 SILENCE = 30.0  # seconds without a byte after which a server counts as dead
 
 
@@ -41,65 +37,9 @@ SILENCE = 30.0  # seconds without a byte after which a server counts as dead
 IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
-def _idx_folder(root: Path) -> Path | None:
-    """The folder that holds the four idx files, gzipped or not: the root itself or torchvision's layout."""
-    for folder in (root, root / "FashionMNIST" / "raw"):
-        if all(_idx_file(folder, name) is not None for name in IDX):
-            return folder
-    return None
-
-
-def _idx_file(folder: Path, name: str) -> Path | None:
-    return next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
-
-
-def _read_fashion_mnist(root: Path) -> Arrays:
-    folder = _idx_folder(root)
-    assert folder is not None
-    train_x, train_y, val_x, val_y = (_read_idx(_idx_file(folder, name)) for name in IDX)
-    return {"train_x": train_x[:, None], "train_y": train_y, "val_x": val_x[:, None], "val_y": val_y}
-
-
-def _read_idx(path: Path | None) -> np.ndarray:
-    """An idx file of bytes: two zeros, 8 for unsigned bytes, the number of sizes, sizes, content.
-
-    Torchvision reads unpacked ones alone.
-    """
-    assert path is not None
-    try:
-        content = bytearray(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
-        if content[:3] != b"\x00\x00\x08":
-            raise ValueError("it is not an idx file of bytes")
-        rank = content[3]
-        shape = np.frombuffer(content, ">i4", rank, offset=4)
-        return np.frombuffer(content, np.uint8, offset=4 + 4 * rank).reshape(shape)
-    except (OSError, EOFError, ValueError, IndexError, zlib.error) as error:
-        raise UserError(f"{path} is damaged: {error}") from None
-
-
-def _read_cifar(kind: Any) -> Callable[[Path], Arrays]:
-    def read(root: Path) -> Arrays:
-        try:
-            train, val = kind(root, train=True), kind(root, train=False)  # compares its checksums
-        except RuntimeError as error:
-            raise UserError(f"{root / kind.base_folder} is damaged or incomplete: {error}") from None
-        return {
-            "train_x": np.ascontiguousarray(train.data.transpose(0, 3, 1, 2)),  # layout must not tell where from
-            "train_y": np.array(train.targets),
-            "val_x": np.ascontiguousarray(val.data.transpose(0, 3, 1, 2)),
-            "val_y": np.array(val.targets),
-        }
-
-    return read
-
-
-def _cifar_folder(kind: Any) -> Callable[[Path], Path | None]:
-    return lambda root: root / kind.base_folder if (root / kind.base_folder).is_dir() else None
-
-
 @dataclass(frozen=True)
 class Source:
-    """One published data set: torchvision's class, how its files are found and read, and what they are."""
+    """A published data set: torchvision's class, how its folder is found under a root and read, what it holds."""
 
     kind: Any
     find: Callable[[Path], Path | None]
@@ -109,19 +49,67 @@ class Source:
     package: str = ""
 
 
-_CIFAR10, _CIFAR100 = torchvision.datasets.CIFAR10, torchvision.datasets.CIFAR100
+def _find_idx(root: Path) -> Path | None:
+    """The root itself, or torchvision's layout under it."""
+    folders = (root, root / "FashionMNIST" / "raw")
+    return next((folder for folder in folders if len(_idx_files(folder)) == len(IDX)), None)
+
+
+def _idx_files(folder: Path) -> list[Path]:
+    """The idx files that are there, unpacked or gzipped, in the order of ``IDX``."""
+    both = [(folder / name, folder / f"{name}.gz") for name in IDX]
+    return [plain if plain.is_file() else packed for plain, packed in both if plain.is_file() or packed.is_file()]
+
+
+def _read_idx(folder: Path) -> Arrays:
+    train_x, train_y, val_x, val_y = (_read_idx_file(path) for path in _idx_files(folder))
+    return {"train_x": train_x[:, None], "train_y": train_y, "val_x": val_x[:, None], "val_y": val_y}
+
+
+def _read_idx_file(path: Path) -> np.ndarray:
+    """An idx file of bytes: two zeros, 8 for unsigned bytes, the number of sizes, sizes, content.
+
+    Torchvision reads unpacked ones alone.
+    """
+    try:
+        content = bytearray(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
+        if content[:3] != b"\x00\x00\x08":
+            raise ValueError("not an idx file of bytes")
+        rank = content[3]
+        shape = np.frombuffer(content, ">i4", rank, offset=4)
+        return np.frombuffer(content, np.uint8, offset=4 + 4 * rank).reshape(shape)
+    except (OSError, EOFError, ValueError, IndexError, zlib.error) as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+
+
+def _cifar(kind: Any) -> Source:
+    def find(root: Path) -> Path | None:
+        folder = root / kind.base_folder
+        return folder if all((folder / name).is_file() for name, _ in kind.train_list + kind.test_list) else None
+
+    def read(folder: Path) -> Arrays:
+        try:
+            parts = {"train": kind(folder.parent, train=True), "val": kind(folder.parent, train=False)}
+        except RuntimeError as error:  # it compares its checksums
+            raise UserError(f"{folder} is damaged: {error}") from None
+        # contiguous, because memory layout decides how sums round, and must not tell where a set came from
+        images = {f"{n}_x": np.ascontiguousarray(p.data.transpose(0, 3, 1, 2)) for n, p in parts.items()}
+        return images | {f"{n}_y": np.array(p.targets) for n, p in parts.items()}
+
+    return Source(kind, find, read, f"{kind.base_folder}/")
+
+
 SOURCES = {
     "fashion_mnist": Source(
         torchvision.datasets.FashionMNIST,
-        _idx_folder,
-        _read_fashion_mnist,
-        "train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz, t10k-images-idx3-ubyte.gz and "
-        "t10k-labels-idx1-ubyte.gz (unpacked, or in FashionMNIST/raw, as well)",
+        _find_idx,
+        _read_idx,
+        ", ".join(f"{name}.gz" for name in IDX) + " (unpacked, or in FashionMNIST/raw, as well)",
         Path("/usr/share/datasets/fashion-mnist"),
-        "dataset-fashion-mnist (Debian)",
+        "dataset-fashion-mnist",
     ),
-    "cifar10": Source(_CIFAR10, _cifar_folder(_CIFAR10), _read_cifar(_CIFAR10), "cifar-10-batches-py/"),
-    "cifar100": Source(_CIFAR100, _cifar_folder(_CIFAR100), _read_cifar(_CIFAR100), "cifar-100-python/"),
+    "cifar10": _cifar(torchvision.datasets.CIFAR10),
+    "cifar100": _cifar(torchvision.datasets.CIFAR100),
 }
 
 
@@ -141,53 +129,40 @@ def converted_file(cfg: DataConfig) -> Path:
 
 
 def read(cfg: DataConfig) -> Arrays:
-    """The set's images and labels, from its converted file or from published files in place.
+    """The set from its converted file, from published files in place, or fetched where ``data.download`` allows it.
 
     Raises:
-        ConfigError: they are not there and may not be fetched.
-        UserError: they are damaged, or could not be fetched.
-    """
-    source = SOURCES[cfg.name]
-    if is_whole(converted_file(cfg)):
-        return read_arrays(converted_file(cfg))
-    root = _published(cfg, source)
-    if root is not None:
-        return source.read(root)
-    require(cfg)
-    return read_arrays(converted_file(cfg))
-
-
-def require(cfg: DataConfig) -> None:
-    """Make sure that the set is there: fetch it where ``data.download`` allows that, else refuse.
-
-    Raises:
-        ConfigError: says what to put where, and the command that fetches it.
+        ConfigError: it is not there; says what to put where, and the command that fetches it.
+        UserError: it is damaged, or could not be fetched.
     """
     source, file = SOURCES[cfg.name], converted_file(cfg)
-    if is_whole(file) or _published(cfg, source) is not None:
-        return
+    if is_whole(file):
+        return read_arrays(file)
+    # a folder that the user names is searched alone: data from elsewhere would be a surprise
+    folder = _find(source, cache_dir(cfg), source.packaged if cfg.root is None else None)
+    if folder is not None:
+        return source.read(folder)
     if cfg.download:
-        convert(cfg)
-        return
-    damaged = f" ({file} is there, but its checksum is not that of {file.name}.sha256)" if file.exists() else ""
-    packaged = (
-        f", or leave data.root unset and install {source.package}, which fills {source.packaged}"
-        if source.packaged
-        else ""
-    )
+        return read_arrays(convert(cfg))
+    raise ConfigError("data.root", cfg.root, _wanted(cfg, source))
+
+
+def _wanted(cfg: DataConfig, source: Source) -> str:
+    """What to put where, in words."""
+    file = converted_file(cfg)
+    text = f"a folder with {source.files}. Put them into {cache_dir(cfg)}"
+    if source.packaged is not None:
+        text += f", or install Debian's package {source.package}, which fills {source.packaged}"
+        text += " (read while data.root is null)" if cfg.root is not None else ""
     command = f"qkexp data prepare {cfg.name}" + (f" data.root={cfg.root}" if cfg.root is not None else "")
-    raise ConfigError(
-        "data.root",
-        cfg.root,
-        f"a folder with {source.files}{damaged}. Put the files into {cache_dir(cfg)}{packaged}, "
-        f"or fetch them once with `{command}` (data.download=true does it before the first run)",
-    )
+    text += f", or fetch them once with `{command}` (data.download=true does that before the first run)"
+    return text + (f". {file} is there, but its checksum is wrong" if file.exists() else "")
 
 
 def convert(cfg: DataConfig) -> Path:
     """Convert a set once, fetching it where its published files are not found; returns the file.
 
-    Two processes at once do it once: the second waits for the first and finds the file.
+    Of two processes at once the second waits for the first and finds the file.
 
     Raises:
         UserError: it could not be fetched, or the folder cannot be written.
@@ -198,36 +173,26 @@ def convert(cfg: DataConfig) -> Path:
         with locked(file.with_name(f".{cfg.name}.lock")):
             if is_whole(file):
                 return file
-            root = _published(cfg, source) or _packaged(source)
-            if root is not None:
-                write_arrays(file, source.read(root))
-            else:
-                with tempfile.TemporaryDirectory(prefix=f".{cfg.name}-", dir=file.parent) as folder:
-                    _fetch(cfg.name, source, Path(folder))
-                    write_arrays(file, source.read(Path(folder)))
+            with tempfile.TemporaryDirectory(prefix=f".{cfg.name}-", dir=file.parent) as scratch:
+                folder = _find(source, file.parent, source.packaged) or _fetch(cfg.name, source, Path(scratch))
+                write_arrays(file, source.read(folder))
     except OSError as error:
         raise UserError(f"{cfg.name} could not be prepared in {file.parent}: {error}") from None
     return file
 
 
-def _published(cfg: DataConfig, source: Source) -> Path | None:
-    """The root under which published files lie; a package's folder counts unless ``data.root`` says another."""
-    if source.find(cache_dir(cfg)) is not None:
-        return cache_dir(cfg)
-    return _packaged(source) if cfg.root is None else None
+def _find(source: Source, *roots: Path | None) -> Path | None:
+    found = (source.find(root) for root in roots if root is not None)
+    return next((folder for folder in found if folder is not None), None)
 
 
-def _packaged(source: Source) -> Path | None:
-    return source.packaged if source.packaged is not None and source.find(source.packaged) is not None else None
-
-
-def _fetch(name: str, source: Source, folder: Path) -> None:
-    """Download through torchvision, which knows addresses and checksums."""
+def _fetch(name: str, source: Source, scratch: Path) -> Path:
+    """Download through torchvision, which knows addresses and checksums; returns the set's folder."""
     silence = socket.getdefaulttimeout()
     socket.setdefaulttimeout(SILENCE)  # torchvision sets none: a dead network would hang for ever
     try:
         with _bars(name):
-            source.kind(folder, download=True)
+            source.kind(scratch, download=True)
     except (OSError, RuntimeError, http.client.HTTPException) as error:
         told = " ".join(str(error).split())
         raise UserError(
@@ -235,6 +200,9 @@ def _fetch(name: str, source: Source, folder: Path) -> None:
         ) from None
     finally:
         socket.setdefaulttimeout(silence)
+    folder = source.find(scratch)
+    assert folder is not None
+    return folder
 
 
 @contextlib.contextmanager
@@ -262,67 +230,6 @@ def _bars(name: str) -> Iterator[None]:
             yield
         finally:
             module.tqdm = theirs
-
-
-# ---------------------------------------------------------------- files that are whole or not there
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a file's lock. The kernel gives it back when its holder dies, so none is ever stale."""
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.warning("waiting for another process that holds %s", path)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:  # some cluster file systems have no locks: twice the work, the same file
-            log.warning("%s cannot be locked (%s)", path, error)
-        yield
-
-
-def write_arrays(path: Path, arrays: Arrays, *, checked: bool = True) -> None:
-    """Write a converted file and its checksum, each whole or not at all.
-
-    The checksum goes first: whoever reads in between finds that the two differ, never that half a file
-    is whole.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())
-        if checked:
-            checksum = part.with_suffix(".sha256")
-            checksum.write_text(f"{_sha256(part)}  {path.name}\n")  # as sha256sum writes and checks it
-            checksum.replace(_checksum_file(path))
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def read_arrays(path: Path) -> Arrays:
-    with np.load(path) as file:
-        return {name: file[name] for name in file.files}
-
-
-def is_whole(path: Path) -> bool:
-    """Whether a converted file is there and has its checksum."""
-    try:
-        return _checksum_file(path).read_text().split()[0] == _sha256(path)
-    except (FileNotFoundError, NotADirectoryError, IndexError):
-        return False
-
-
-def _checksum_file(path: Path) -> Path:
-    return path.with_name(f"{path.name}.sha256")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ---------------------------------------------------------------- folders of images
