@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,6 @@ from qkexp.config import RunConfig
 from qkexp.train import augment
 from qkexp.train.batches import TrainingBatches, training_batches, validation_batches
 from qkexp.train.data import Dataset, Memory, load
-from tests.train.test_sources import image_folder
 
 AUGMENTED = ["data.crop=pad", "data.flip=true", "data.randaugment=2"]
 SAMPLES, SIZE = 24, 8  # three microbatches an epoch
@@ -48,7 +48,7 @@ def test_any_number_of_workers_makes_the_same_bits_over_two_epochs(data: Dataset
     assert alone == helped
 
 
-def test_workers_make_the_same_bits_from_a_folder_of_images(tmp_path: Path) -> None:
+def test_workers_make_the_same_bits_from_a_folder_of_images(tmp_path: Path, image_folder: Callable[..., Path]) -> None:
     image_folder(tmp_path)
     own = ["data=imagefolder", f"data.root={tmp_path}", "data.image_size=16", "train.batch_size=8", "train.steps=4"]
     cfg = config(*own)

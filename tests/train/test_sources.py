@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from PIL import Image
 
 from qkexp import cli
 from qkexp.config import ConfigError, DataConfig, UserError
@@ -31,6 +30,7 @@ from qkexp.train.data import load, prepare
 
 KIND = torchvision.datasets.FashionMNIST
 TRAIN, VAL = 40, 20
+ImageFolder = Callable[..., Path]
 SMALL = ["model.width=16", "model.depth=1", "model.heads=2", "train.batch_size=8", "train.steps=3", "tracker=none"]
 
 
@@ -338,19 +338,6 @@ def test_of_two_processes_at_once_one_fetches_and_a_killed_one_blocks_nobody(tmp
 # ---------------------------------------------------------------- folders of images
 
 
-def image_folder(root: Path, train: int = 8, val: int = 2) -> Path:
-    """Tiny JPEGs of two classes and several shapes, in ImageNet's layout."""
-    draw = np.random.default_rng(2)
-    for part, n in (("train", train), ("val", val)):
-        for number, name in enumerate(("n01", "n02")):
-            folder = root / part / name
-            folder.mkdir(parents=True)
-            for i in range(n):
-                pixels = draw.integers(0, 256, (20 + i, 24, 3), np.uint8) // 2 + 100 * number
-                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.jpg")
-    return root
-
-
 def folder_run(tmp_path: Path, *overrides: str) -> tuple[int, Path]:
     """A short run through the command line on ``tmp_path/root``: exit code and where runs would be."""
     own = ["data=imagefolder", f"data.root={tmp_path / 'root'}", "data.image_size=16", "model.patch=8"]
@@ -359,7 +346,9 @@ def folder_run(tmp_path: Path, *overrides: str) -> tuple[int, Path]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_folder_of_images_trains_through_the_command_line(workers: int, tmp_path: Path) -> None:
+def test_a_folder_of_images_trains_through_the_command_line(
+    workers: int, tmp_path: Path, image_folder: ImageFolder
+) -> None:
     image_folder(tmp_path / "root")
     code, runs = folder_run(tmp_path, f"data.workers={workers}")
     assert code == 0
@@ -370,7 +359,7 @@ def test_a_folder_of_images_trains_through_the_command_line(workers: int, tmp_pa
     assert run.outcome["constant_loss"] == pytest.approx(np.log(2)), "two classes"
 
 
-def test_image_folder_whose_parts_differ_in_classes_is_refused(tmp_path: Path) -> None:
+def test_image_folder_whose_parts_differ_in_classes_is_refused(tmp_path: Path, image_folder: ImageFolder) -> None:
     root = image_folder(tmp_path)
     (root / "val" / "n02").rename(root / "val" / "n03")
     with pytest.raises(ConfigError, match="the same classes in train and val; n02, n03"):
@@ -378,7 +367,7 @@ def test_image_folder_whose_parts_differ_in_classes_is_refused(tmp_path: Path) -
 
 
 def test_image_folder_smaller_than_a_batch_is_refused_before_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, image_folder: ImageFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     image_folder(tmp_path / "root", train=2)
     code, runs = folder_run(tmp_path, "train.batch_size=5")
@@ -388,7 +377,7 @@ def test_image_folder_smaller_than_a_batch_is_refused_before_training(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_image_that_cannot_be_read_is_named(workers: int, tmp_path: Path) -> None:
+def test_an_image_that_cannot_be_read_is_named(workers: int, tmp_path: Path, image_folder: ImageFolder) -> None:
     root = image_folder(tmp_path / "root")
     broken = root / "train" / "n01" / "3.jpg"
     broken.write_bytes(broken.read_bytes()[:300])
