@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from qkexp.config import UserError
+from qkexp.config import RunConfig, UserError
 
 if TYPE_CHECKING:
+    from qkexp.sweep.launch import LocalLauncher
     from qkexp.sweep.plan import Plan, Planned
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 75
@@ -64,7 +65,7 @@ def train(options: argparse.Namespace) -> int:
         return _print_plan(plan, options)
     run = plan.runs[0]
     if plan.missing(options.again):
-        code = _launch(plan, plan.runs, options, alone=True)
+        code = _launch(plan, plan.runs, _ready(plan, plan.runs, alone=True), options, alone=True)
         if code:
             _explain_failure(plan.directory / run.name)
             return code
@@ -138,6 +139,14 @@ def sync(options: argparse.Namespace) -> int:
     return DONE
 
 
+def data(options: argparse.Namespace) -> int:
+    plan = _plan([f"data={options.name}", *options.overrides], single=True)
+    from qkexp.train.data import convert
+
+    out.print(f"{options.name}: {convert(plan.runs[0].config.data)}", soft_wrap=True, markup=False)
+    return DONE
+
+
 # ---------------------------------------------------------------- what verbs share
 
 
@@ -155,6 +164,7 @@ def _sweep(plan: Plan, options: argparse.Namespace) -> int:
     from qkexp.sweep.status import summary, table
 
     todo = plan.missing(options.again)
+    launcher = _ready(plan, todo, alone=False)
     plan.write()
     done = len(plan.runs) - len(todo)
     out.print(f"{plan.directory}: {len(plan.runs)} runs, {done} finished before, {len(todo)} to train", soft_wrap=True)
@@ -162,7 +172,7 @@ def _sweep(plan: Plan, options: argparse.Namespace) -> int:
     if foreign:
         shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
         out.print(f"kept, though other code made them (--again trains them anew): {shown}", soft_wrap=True)
-    code = _launch(plan, todo, options, alone=False) if todo else DONE
+    code = _launch(plan, todo, launcher, options, alone=False) if todo else DONE
     states = plan.states()
     problems = [s for s in states if s.status not in ("completed", "diverged")]
     listed = states if len(states) <= 12 else problems  # of many runs, those that need a look
@@ -172,11 +182,12 @@ def _sweep(plan: Plan, options: argparse.Namespace) -> int:
     return code
 
 
-def _launch(plan: Plan, todo: Sequence[Planned], options: argparse.Namespace, *, alone: bool) -> int:
-    """Train runs, show progress, and mirror them where a tracker is configured."""
+def _ready(plan: Plan, todo: Sequence[Planned], *, alone: bool) -> LocalLauncher:
+    """Check what only this machine can tell (device, sizes, data), before anything is written.
+
+    Returns the launcher that is to train the runs.
+    """
     from qkexp.model.vit import check_sizes
-    from qkexp.record.run import write_json
-    from qkexp.sweep.display import progress
     from qkexp.sweep.launch import cores, make_launcher
     from qkexp.train.data import prepare
     from qkexp.train.precision import check_machine, warnings
@@ -191,7 +202,21 @@ def _launch(plan: Plan, todo: Sequence[Planned], options: argparse.Namespace, *,
     for text in {w: None for run in todo for w in warnings(run.config)}:
         err.print(text, markup=False, soft_wrap=True)
     launcher = make_launcher(plan.sweep.launcher_name, settings)
-    prepare(todo[0].config.data)
+    needs: dict[tuple[Any, ...], RunConfig] = {}  # of each data set the run with the largest batch
+    for config in sorted((run.config for run in todo), key=lambda c: c.train.batch_size):
+        needs[config.data.name, config.data.root, config.data.download] = config
+    for config in needs.values():
+        prepare(config.data, config.train.batch_size)
+    return launcher
+
+
+def _launch(
+    plan: Plan, todo: Sequence[Planned], launcher: LocalLauncher, options: argparse.Namespace, *, alone: bool
+) -> int:
+    """Train runs, show progress, and mirror them where a tracker is configured."""
+    from qkexp.record.run import write_json
+    from qkexp.sweep.display import progress
+
     plan.make_directory()
     tracker = todo[0].config.tracker
     mirror = None
@@ -301,6 +326,7 @@ VERBS: dict[str, Verb] = {
     "verify": (verify, "check an experiment's claims", "qkexp verify outputs/vit22b"),
     "figures": (figures, "draw PDF, PNG and CSV", "qkexp figures outputs/vit22b heatmaps"),
     "sync": (sync, "copy runs to W&B that are not there yet", "qkexp sync outputs/vit22b --mode online"),
+    "data": (data, "fetch and convert a data set once", "qkexp data prepare fashion_mnist data.root=data"),
 }
 
 
@@ -335,6 +361,12 @@ def parser(verb: str) -> argparse.ArgumentParser:
     if verb == "status":
         p.add_argument("--watch", action="store_true", help="again every two seconds, until nothing runs")
         p.add_argument("--json", action="store_true", help="machine-readable")
+    if verb == "data":
+        from qkexp.compose import options
+
+        p.add_argument("action", choices=("prepare",), help="fetch where it is not found on disk, convert, check")
+        p.add_argument("name", metavar="NAME", help=" | ".join(options("data")))
+        p.add_argument("overrides", nargs="*", metavar="data.root=DIR", help="where to; else the user's cache folder")
     if verb in ("train", "sweep", "reproduce"):
         p.add_argument("--again", action="store_true", help="train finished runs again")
         p.add_argument("--fail-fast", action="store_true", help="stop at the first run that crashes")

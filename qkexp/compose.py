@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from qkexp.config import (
+    DATA_SETS,
     ConfigError,
     ExperimentConfig,
     Key,
@@ -199,8 +200,11 @@ def _typed(cfg: DictConfig) -> RunConfig:
     names = {k.name.split(".")[0] for k in keys()}
     typed = to_typed({k: v for k, v in plain.items() if k in names})
     check(typed)
-    if typed.data.name == "digits":  # one identity for a size that is given and one that is implied
-        typed.data.image_size = typed.data.classes = typed.data.samples = None
+    data, own = typed.data, DATA_SETS[typed.data.name]
+    if data.name != "synthetic":  # one identity for a size that is given and one that is implied
+        data.image_size = None if data.image_size == own.size else data.image_size
+        data.classes = data.samples = None
+    data.root = str(Path(data.root).absolute()) if data.root is not None else None
     return typed
 
 

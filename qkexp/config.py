@@ -17,8 +17,26 @@ from typing import Any
 from omegaconf import II, OmegaConf
 
 SCHEMA_VERSION = 1
-DIGITS_TRAIN = 1437  # training images of the digits' fixed split
-SYNTHETIC_SAMPLES = 512
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """A data set as it is stored: side of an image in pixels, channels, classes, training images."""
+
+    size: int
+    channels: int
+    classes: int | None = None  # None: the folder says
+    samples: int | None = None
+
+
+DATA_SETS = {
+    "digits": DataFacts(8, 1, 10, 1437),
+    "synthetic": DataFacts(32, 3, 10, 512),  # unless its keys say otherwise
+    "fashion_mnist": DataFacts(28, 1, 10, 60_000),
+    "cifar10": DataFacts(32, 3, 10, 50_000),
+    "cifar100": DataFacts(32, 3, 100, 50_000),
+    "imagefolder": DataFacts(224, 3),
+}
 
 
 class UserError(Exception):
@@ -116,12 +134,34 @@ class AttentionConfig:
 
 @dataclass
 class DataConfig:
-    name: str = key("digits", "Data set.", choices=("digits", "synthetic"))
+    name: str = key("digits", "Data set.", choices=tuple(DATA_SETS))
     image_size: int | None = key(None, "Side of an image in pixels; null = the data set's own.", low=1)
     classes: int | None = key(None, "Number of classes (synthetic only); null = the data set's own.", low=2)
     samples: int | None = key(None, "Training images (synthetic only); a quarter more are validation.", low=2)
-    seed: int = key(II("seed"), "Seed of the sample order (and of synthetic images).", low=0)
-    root: str | None = key(None, "Folder of converted data; null = the user's cache folder.", identity=False)
+    seed: int = key(II("seed"), "Seed of sample order, augmentation, label noise and synthetic images.", low=0)
+    root: str | None = key(
+        None, "Folder of the data set (for imagefolder: of train and val); null = the user's cache.", identity=False
+    )
+    download: bool = key(False, "Fetch data that is not there before the first run starts.", identity=False)
+    workers: int = key(0, "Processes that read and augment; 0 = the run itself.", identity=False, low=0)
+    crop: str = key(
+        "none",
+        "Random crop: pad = by an eighth of the side, then crop; resized = of random area and aspect.",
+        choices=("none", "pad", "resized"),
+    )
+    flip: bool = key(False, "Mirror half of the training images.")
+    randaugment: int = key(0, "RandAugment: operations an image; 0 = none.", low=0)
+    randaugment_magnitude: int = key(9, "RandAugment: strength of an operation, 0 to 30.", low=0, below=31)
+    mixup: float = key(0.0, "Mixup: alpha of Beta(alpha, alpha), a share drawn for each image; 0 = none.", low=0.0)
+    label_noise: float = key(
+        0.0, "Share of the training labels replaced by another class, in [0, 1).", low=0.0, below=1.0
+    )
+    poison: str = key(
+        "none",
+        "What poison_steps do to a batch: labels = random ones; images = multiplied by 100; nan = not a number.",
+        choices=("none", "labels", "images", "nan"),
+    )
+    poison_steps: list[int] = key([], "Steps whose batches are poisoned, in rising order.")
 
 
 @dataclass
@@ -274,11 +314,15 @@ def as_dict(cfg: RunConfig) -> dict[str, Any]:
 
 
 def identity_keys(cfg: RunConfig) -> dict[str, Any]:
-    """The identity keys whose values differ from the schema's defaults."""
+    """The identity keys whose values differ from the schema's defaults.
+
+    ``data.root`` is one for ``imagefolder`` alone: there it says which images, elsewhere only where they lie.
+    """
     defaults = flatten(to_typed({"seed": cfg.seed}))
     defaults["seed"] = 0
     chosen = flatten(cfg)
-    return {k.name: chosen[k.name] for k in keys() if k.meta["identity"] and chosen[k.name] != defaults[k.name]}
+    names = [k.name for k in keys() if k.meta["identity"] or (k.name, cfg.data.name) == ("data.root", "imagefolder")]
+    return {name: chosen[name] for name in names if chosen[name] != defaults[name]}
 
 
 def identity(cfg: RunConfig) -> str:
@@ -357,7 +401,7 @@ def accepted(k: Key) -> str:
 
 def image_size(data: DataConfig) -> int:
     """Side of an image in pixels: as set, or the data set's own."""
-    return data.image_size or {"digits": 8, "synthetic": 32}[data.name]
+    return data.image_size or DATA_SETS[data.name].size
 
 
 def head_width(model: ModelConfig) -> int:
@@ -420,13 +464,33 @@ def _check_combinations(cfg: RunConfig) -> None:
         )
     if m.width is not None and m.heads is not None and m.width % m.heads:
         raise ConfigError("model.heads", m.heads, f"a divisor of model.width={m.width}")
-    if d.name == "digits":
-        for name, fixed in (("image_size", 8), ("classes", 10), ("samples", DIGITS_TRAIN)):
-            if getattr(d, name) not in (None, fixed):
-                raise ConfigError(f"data.{name}", getattr(d, name), f"null or {fixed} while data.name=digits")
+    _check_data(cfg)
     size = image_size(d)
-    images = {"digits": DIGITS_TRAIN, "synthetic": d.samples or SYNTHETIC_SAMPLES}[d.name]
-    if cfg.train.batch_size > images:
-        raise ConfigError("train.batch_size", cfg.train.batch_size, f"at most the {images} training images")
     if m.patch is not None and size % m.patch:
         raise ConfigError("model.patch", m.patch, f"a divisor of the image size {size}")
+
+
+def _check_data(cfg: RunConfig) -> None:
+    d, facts = cfg.data, DATA_SETS[cfg.data.name]
+    fixed = {"classes": facts.classes, "samples": facts.samples}
+    if d.name == "digits":
+        fixed["image_size"] = facts.size
+    for name, value in fixed.items() if d.name != "synthetic" else ():
+        if getattr(d, name) not in (None, value):
+            own = f" or {value}" if value else ""
+            raise ConfigError(f"data.{name}", getattr(d, name), f"null{own} while data.name={d.name}")
+    images = (d.samples if d.name == "synthetic" else None) or facts.samples
+    if images is not None and cfg.train.batch_size > images:
+        raise ConfigError("train.batch_size", cfg.train.batch_size, f"at most the {images} training images")
+    if d.randaugment and d.name in ("digits", "synthetic"):
+        raise ConfigError(
+            "data.randaugment", d.randaugment, f"0 while data.name={d.name} (it is made for 8-bit images)"
+        )
+    if not d.randaugment and d.randaugment_magnitude != 9:
+        raise ConfigError("data.randaugment_magnitude", d.randaugment_magnitude, "9 while data.randaugment=0")
+    if (d.poison == "none") != (not d.poison_steps):
+        wanted = "[] while data.poison=none" if d.poison == "none" else f"the steps of data.poison={d.poison}"
+        raise ConfigError("data.poison_steps", d.poison_steps, wanted)
+    steps = d.poison_steps
+    if steps != sorted(set(steps)) or not all(0 <= s < cfg.train.steps for s in steps):
+        raise ConfigError("data.poison_steps", steps, f"steps from 0 to {cfg.train.steps - 1} in rising order")

@@ -75,6 +75,19 @@ def test_soft_cap_that_is_no_cap_is_refused(cap: str) -> None:
         (["attention=rmsnorm", "attention.scale_init=3"], "attention.scale_init"),
         (["attention=softcap", "attention.backend=sdpa"], "attention.backend"),
         (["attention.backend=flex", "device=cpu"], "attention.backend"),
+        (["data.classes=5"], "data.classes"),
+        (["data=cifar10", "data.classes=5"], "data.classes"),
+        (["data=imagefolder", "data.samples=100"], "data.samples"),
+        (["data=fashion_mnist", "data.image_size=30", "model.patch=4"], "model.patch"),
+        (["data.randaugment=2"], "data.randaugment"),
+        (["data=cifar10", "data.randaugment_magnitude=5"], "data.randaugment_magnitude"),
+        (["data=cifar10", "data.randaugment=2", "data.randaugment_magnitude=31"], "data.randaugment_magnitude"),
+        (["data.label_noise=1"], "data.label_noise"),
+        (["data.poison=nan"], "data.poison_steps"),
+        (["data.poison_steps=[3]"], "data.poison_steps"),
+        (["data.poison=nan", "data.poison_steps=[3,3]"], "data.poison_steps"),
+        (["data.poison=nan", "data.poison_steps=[400]"], "data.poison_steps"),
+        (["data.poison=nan", "data.poison_steps=[-1]"], "data.poison_steps"),
     ],
 )
 def test_combinations_without_meaning_are_refused_with_the_key(overrides: list[str], named: str) -> None:
@@ -115,10 +128,31 @@ def test_identity_changes_with_every_identity_key_and_with_no_other() -> None:
         "tracker=none",
         "train.eval_every=5",
         "data.root=/x",
+        "data.download=true",
+        "data.workers=2",
     ):
         assert identity(one(override)) == base, override
     for override in ("seed=1", "model.seed=1", "data.seed=1", "precision=fp32", "optim.lr=2e-3", "train.clip_norm=1.0"):
         assert identity(one(override)) != base, override
+
+
+def test_identity_of_data_is_what_it_holds_and_not_where_it_lies_unless_that_says_what_it_holds() -> None:
+    fashion = ["data=fashion_mnist", "model.patch=7"]
+    assert identity(one(*fashion, "data.root=/x")) == identity(one(*fashion))
+    assert identity(one(*fashion, "data.image_size=28")) == identity(one(*fashion))
+    folder = ["data=imagefolder", "model=vit_small"]
+    assert identity(one(*folder, "data.root=/x")) != identity(one(*folder, "data.root=/y"))
+    assert identity(one(*folder, "data.root=/x/")) == identity(one(*folder, "data.root=/x"))
+    base = identity(one(*fashion))
+    for changed in (
+        ["data.crop=pad"],
+        ["data.flip=true"],
+        ["data.randaugment=1"],
+        ["data.mixup=0.2"],
+        ["data.label_noise=0.1"],
+        ["data.poison=images", "data.poison_steps=[3]"],
+    ):
+        assert identity(one(*fashion, *changed)) != base, changed
 
 
 def test_identity_of_a_default_run_is_pinned() -> None:
@@ -131,6 +165,7 @@ def test_identity_of_a_default_run_is_pinned() -> None:
         "optim.warmup": 40,
     }
     assert run_name(one()) == "none-lr1e-03-seed0-cca89e"
+    assert run_name(one("data=synthetic", "model.patch=4")) == "none-lr1e-03-seed0-51855e"
 
 
 def test_run_names_hold_only_letters_digits_dash_and_underscore() -> None:
@@ -181,3 +216,4 @@ def test_several_values_are_refused_for_a_single_run() -> None:
 def test_paths_are_absolute_from_the_launch_directory(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.chdir(tmp_path)
     assert compose_sweep(["output_dir=here"], single=True).directory == tmp_path / "here" / "single"
+    assert one("data.root=here").data.root == str(tmp_path / "here")

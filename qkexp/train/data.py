@@ -1,134 +1,246 @@
-"""Images and labels in memory, and an order of samples that is a function of (seed, step)."""
+"""Data sets by name: their training and validation splits, and the order of samples."""
 
 from __future__ import annotations
 
 import functools
-import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
 
-from qkexp.config import SYNTHETIC_SAMPLES, DataConfig, image_size
+from qkexp.config import DATA_SETS, ConfigError, DataConfig, RunConfig, UserError, image_size
+from qkexp.train import augment, sources, store
+
+# ---------------------------------------------------------------- splits
 
 
 @dataclass(frozen=True)
-class Split:
-    """Images (n, C, size, size) float32 and labels (n,) int64."""
+class Memory:
+    """A split in memory, of small sets.
+
+    Images are (n, C, h, w), uint8 as published or float32 as they are trained on; labels (n,) int64 on
+    the CPU; ``size`` is the side of an image as it is trained on.
+    """
 
     images: Tensor
     labels: Tensor
+    size: int
+
+    @property
+    def black(self) -> float:
+        """The value of a black pixel as stored."""
+        return 0.0 if self.images.dtype == torch.uint8 else -1.0
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def to(self, device: torch.device) -> Split:
-        return Split(self.images.to(device), self.labels.to(device))
+    def plain(self, indices: np.ndarray) -> Tensor:
+        """Images without augmentation, (B, C, size, size) float32, -1 … 1."""
+        return scaled(self.fit(self.images[torch.from_numpy(indices).to(self.images.device)]))
+
+    def stored(self, index: int) -> Tensor:
+        """One image as it is stored, (C, h, w)."""
+        return self.images[index]
+
+    def fit(self, images: Tensor) -> Tensor:
+        """Images (..., C, h, w) as stored -> (..., C, size, size), without chance."""
+        if images.shape[-1] == self.size:
+            return images
+        return v2.functional.resize(images, [self.size, self.size], antialias=True)
+
+    def to(self, device: torch.device) -> Memory:
+        return replace(self, images=self.images.to(device))
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A split on disk, whose images are decoded when they are wanted; else as :class:`Memory`."""
+
+    files: ImageFolder
+    labels: Tensor
+    size: int
+    black = 0.0
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def plain(self, indices: np.ndarray) -> Tensor:
+        return scaled(torch.stack([self.fit(self.stored(i)) for i in indices]))
+
+    def stored(self, index: int) -> Tensor:
+        path = self.files.samples[index][0]
+        try:
+            return v2.functional.pil_to_tensor(self.files.loader(path))
+        except Exception as error:  # whatever a broken file makes the decoder say
+            raise UserError(f"{path} cannot be read as an image: {error}") from None
+
+    def fit(self, images: Tensor) -> Tensor:
+        """The middle of the image at 8/7 of the size, as ImageNet is evaluated (256 -> 224)."""
+        return v2.functional.center_crop(
+            v2.functional.resize(images, [round(self.size * 8 / 7)], antialias=True), [self.size, self.size]
+        )
+
+    def to(self, device: torch.device) -> Folder:
+        return self
+
+
+Split = Memory | Folder
+
+
+def scaled(images: Tensor) -> Tensor:
+    """uint8 0 … 255 -> float32 -1 … 1: mean and deviation 0.5, as timm's ViTs take their images."""
+    return images.float().div_(127.5).sub_(1.0) if images.dtype == torch.uint8 else images
+
+
+# ---------------------------------------------------------------- data sets
 
 
 @dataclass(frozen=True)
 class Dataset:
+    """The training split, whose labels are those in use (noise included), and the validation split."""
+
     train: Split
     val: Split
     classes: int
+    channels: int
 
     @property
     def image_size(self) -> int:
-        return self.train.images.shape[-1]
+        return self.train.size
 
-    @property
-    def channels(self) -> int:
-        return self.train.images.shape[1]
-
-    def to(self, device: torch.device) -> Dataset:
-        return Dataset(self.train.to(device), self.val.to(device), self.classes)
+    def to_device(self, cfg: RunConfig) -> Dataset:
+        """What is in memory moved to the run's device, but for images that are augmented one by one."""
+        device = torch.device(cfg.device)
+        train = self.train if augment.augments(cfg.data) else self.train.to(device)
+        return replace(self, train=train, val=self.val.to(device))
 
 
 def load(cfg: DataConfig) -> Dataset:
-    """The configured data set, converted already or made from its seed."""
-    return LOADERS[cfg.name](cfg)
+    """The configured data set: read from disk, or made from its seed.
+
+    Raises:
+        UserError: it is not there, or damaged; the message says what to do.
+    """
+    data = LOADERS[cfg.name](cfg)
+    if cfg.label_noise:
+        data = replace(data, train=replace(data.train, labels=augment.noisy(data.train.labels, data.classes, cfg)))
+    return data
 
 
-def prepare(cfg: DataConfig) -> None:
-    """Convert a data set once, so that runs load it in milliseconds and without scikit-learn."""
-    if cfg.name == "digits" and not _digits_file(cfg).is_file():
-        _convert_digits(_digits_file(cfg))
+def prepare(cfg: DataConfig, batch_size: int = 1) -> None:
+    """Make sure that a run will find its data, within seconds and before anything is written for it.
+
+    Raises:
+        UserError: it is not there (and may not be fetched), or does not fit the configuration.
+    """
+    if cfg.name == "digits":
+        _convert_digits(cfg)
+    elif cfg.name == "imagefolder":
+        train, _ = sources.image_folders(cfg)
+        _require_a_batch(len(train), batch_size)
+    elif cfg.name in sources.SOURCES:
+        _require_a_batch(len(sources.read(cfg)["train_y"]), batch_size)
 
 
-def batch_indices(seed: int, step: int, samples: int, batch_size: int) -> np.ndarray:
-    """Indices (batch_size,) of a step: epoch by epoch a fresh permutation, incomplete batches left out."""
-    per_epoch = samples // batch_size
-    epoch, place = divmod(step, per_epoch)
-    return _permutation(seed, epoch, samples)[place * batch_size : (place + 1) * batch_size]
+def convert(cfg: DataConfig) -> str:
+    """Fetch and convert a data set once; returns where it is now.
+
+    Raises:
+        UserError: it could not be fetched, or is not one that can be.
+    """
+    if cfg.name == "synthetic":
+        return "made from data.seed when it is used: nothing to prepare"
+    if cfg.name == "imagefolder":
+        train, val = sources.image_folders(cfg)
+        return f"{cfg.root}: {len(train)} training and {len(val)} validation images of {len(train.classes)} classes"
+    return str(_convert_digits(cfg) if cfg.name == "digits" else sources.convert(cfg))
 
 
-@functools.lru_cache(maxsize=2)
-def _permutation(seed: int, epoch: int, samples: int) -> np.ndarray:
-    return np.random.default_rng((seed, epoch)).permutation(samples)
+def _load_published(cfg: DataConfig) -> Dataset:
+    arrays = {name: torch.from_numpy(array) for name, array in sources.read(cfg).items()}
+    size, facts = image_size(cfg), DATA_SETS[cfg.name]
+    assert facts.classes is not None
+    train, val = (Memory(arrays[f"{s}_x"], arrays[f"{s}_y"].long(), size) for s in ("train", "val"))
+    return Dataset(train, val, facts.classes, facts.channels)
 
 
-# ---------------------------------------------------------------- digits
+def _load_folder(cfg: DataConfig) -> Dataset:
+    train, val = (Folder(f, torch.tensor(f.targets), image_size(cfg)) for f in sources.image_folders(cfg))
+    return Dataset(train, val, len(train.files.classes), channels=3)
 
 
-def cache_dir(cfg: DataConfig) -> Path:
-    """``data.root``, or the user's cache folder."""
-    if cfg.root is not None:
-        return Path(cfg.root).absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qkexp"
+def _convert_digits(cfg: DataConfig) -> Path:
+    """scikit-learn's digits -> one file with the split: 80/20, stratified, fixed for ever by seed 0.
 
-
-def _digits_file(cfg: DataConfig) -> Path:
-    return cache_dir(cfg) / "digits-1.npz"
-
-
-def _convert_digits(path: Path) -> None:
-    """scikit-learn's digits -> one file with the split: 80/20, stratified, fixed for ever by seed 0."""
+    So runs load it in milliseconds and without scikit-learn.
+    """
+    path = sources.converted_file(cfg)
+    if path.is_file():
+        return path
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
     images, labels = load_digits(return_X_y=True)
     images = images.reshape(-1, 1, 8, 8).astype(np.float32)
     parts = train_test_split(images, labels.astype(np.int64), test_size=360, stratify=labels, random_state=0)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    with part.open("wb") as file:
-        np.savez(file, train_x=parts[0], val_x=parts[1], train_y=parts[2], val_y=parts[3])
-    part.replace(path)  # atomic: two processes may convert at once
+    names = ("train_x", "val_x", "train_y", "val_y")
+    store.write_arrays(path, dict(zip(names, parts, strict=True)), checked=False)
+    return path
 
 
 def _load_digits(cfg: DataConfig) -> Dataset:
-    prepare(cfg)
-    with np.load(_digits_file(cfg)) as file:
-        arrays = {name: torch.from_numpy(file[name]) for name in file.files}
-    return Dataset(
-        Split(_scaled(arrays["train_x"]), arrays["train_y"]),
-        Split(_scaled(arrays["val_x"]), arrays["val_y"]),
-        classes=10,
-    )
-
-
-def _scaled(images: Tensor) -> Tensor:
-    """0 … 16 -> -1 … 1: mean and deviation 0.5, as timm's ViTs take their images."""
-    return images / 8.0 - 1.0
-
-
-# ---------------------------------------------------------------- synthetic
+    arrays = {n: torch.from_numpy(a) for n, a in store.read_arrays(_convert_digits(cfg)).items()}
+    train, val = (Memory(arrays[f"{s}_x"] / 8.0 - 1.0, arrays[f"{s}_y"], 8) for s in ("train", "val"))  # from 0 … 16
+    return Dataset(train, val, classes=10, channels=1)
 
 
 def _make_synthetic(cfg: DataConfig) -> Dataset:
     """A random prototype a class, plus unit noise: learnable, and any size."""
-    size, classes, samples = image_size(cfg), cfg.classes or 10, cfg.samples or SYNTHETIC_SAMPLES
+    facts = DATA_SETS["synthetic"]
+    size, classes, samples = image_size(cfg), cfg.classes or facts.classes, cfg.samples or facts.samples
+    assert classes is not None
+    assert samples is not None
     generator = torch.Generator().manual_seed(cfg.seed)
     prototypes = torch.randn(classes, 3, size, size, generator=generator)
 
-    def split(n: int) -> Split:
+    def split(n: int) -> Memory:
         labels = torch.arange(n) % classes
         noise = torch.randn(n, 3, size, size, generator=generator)
-        return Split(prototypes[labels] + noise, labels)
+        return Memory(prototypes[labels] + noise, labels, size)
 
-    return Dataset(split(samples), split(max(classes, samples // 4)), classes)
+    return Dataset(split(samples), split(max(classes, samples // 4)), classes, channels=3)
 
 
-LOADERS = {"digits": _load_digits, "synthetic": _make_synthetic}
+LOADERS: dict[str, Callable[[DataConfig], Dataset]] = {
+    "digits": _load_digits,
+    "synthetic": _make_synthetic,
+    "fashion_mnist": _load_published,
+    "cifar10": _load_published,
+    "cifar100": _load_published,
+    "imagefolder": _load_folder,
+}
+
+
+# ---------------------------------------------------------------- order
+
+
+def batch_indices(seed: int, microbatch: int, samples: int, batch_size: int) -> np.ndarray:
+    """Indices (batch_size,) of a microbatch: epoch by epoch a fresh permutation, incomplete batches left out."""
+    _require_a_batch(samples, batch_size)
+    epoch, place = divmod(microbatch, samples // batch_size)
+    return _permutation(seed, epoch, samples)[place * batch_size : (place + 1) * batch_size]
+
+
+def _require_a_batch(samples: int, batch_size: int) -> None:
+    if batch_size > samples:
+        raise ConfigError("train.batch_size", batch_size, f"at most the {samples} training images")
+
+
+@functools.lru_cache(maxsize=2)
+def _permutation(seed: int, epoch: int, samples: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(samples)

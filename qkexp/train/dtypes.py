@@ -55,7 +55,7 @@ def measure(model: nn.Module, images: Tensor, cfg: RunConfig) -> dict[str, str]:
     handles = [handle for module in model.modules() for handle in _mark(module, watch)]
     kept = [p.grad for p in model.parameters()]
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng([torch.cuda.current_device()] if cfg.device == "cuda" else []):
             with watch, autocast(cfg.precision, cfg.device):
                 output = model(images)
             output.float().sum().backward()

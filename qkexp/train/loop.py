@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from qkexp.model.vit import build_vit
 from qkexp.probe.frame import Frame, layer_values, to_numpy
 from qkexp.probe.metrics import NAMES
 from qkexp.probe.probe import AttentionProbe
+from qkexp.train.batches import Batch, training_batches, validation_batches
 from qkexp.train.data import Dataset, Split, batch_indices
 from qkexp.train.dtypes import measure
 from qkexp.train.events import Detector, Event, healthy_steps
@@ -24,8 +26,6 @@ from qkexp.train.optim import Updater
 from qkexp.train.outcome import final_figures, judge
 from qkexp.train.precision import WEIGHTS, autocast, loss_scaler
 from qkexp.train.spikes import SpikeDetector
-
-EVAL_BATCH = 256
 
 
 class Recorder(Protocol):
@@ -62,18 +62,13 @@ def train(
     Returns:
         The content of outcome.json but for the wall time; ``step`` is the number of rows recorded.
     """
-    device, steps, batch_size = torch.device(cfg.device), cfg.train.steps, cfg.train.batch_size
-    accumulate = cfg.train.accumulate
-
-    def indices(microbatch: int) -> Tensor:
-        return torch.from_numpy(batch_indices(cfg.data.seed, microbatch, len(data.train), batch_size))
-
-    first_images = data.train.images[indices(0)]
+    device, steps, accumulate = torch.device(cfg.device), cfg.train.steps, cfg.train.accumulate
+    first_images = data.train.plain(batch_indices(cfg.data.seed, 0, len(data.train), cfg.train.batch_size))
     model = build_vit(
         cfg, image_size=data.image_size, channels=data.channels, classes=data.classes, like=first_images
     ).to(device, WEIGHTS[cfg.precision.weights])
     chance = constant_loss(data.train.labels, data.classes, cfg.train)
-    data = data.to(device)
+    data = data.to_device(cfg)
     probe = AttentionProbe(model, every=cfg.probe.every, images=cfg.probe.images)
     updater = Updater(model, cfg.optim, steps)
     scaler = loss_scaler(cfg.precision, cfg.device)
@@ -127,16 +122,14 @@ def train(
         }
         record.checkpoint(done, state)
 
-    def attempt(step: int) -> tuple[dict[str, float], float]:
+    def attempt(step: int, batches: list[Batch]) -> tuple[dict[str, float], float]:
         """Forward and backward of a step, its gradient measured: (figures, seconds of the probe)."""
         updater.clear()
         outputs: list[Tensor] = []  # of each microbatch: loss, largest |output logit|, mean log-partition
         with probe.step(step):
-            for microbatch in range(step * accumulate, (step + 1) * accumulate):
-                take = indices(microbatch).to(device)
-                images, labels = data.train.images[take].to(updater.flat.dtype), data.train.labels[take]
+            for images, labels in batches:
                 with autocast(cfg.precision, cfg.device):
-                    logits = forward(images)
+                    logits = forward(images.to(updater.flat.dtype))
                 logits = logits.float()
                 loss = objective(logits, labels, cfg.train)
                 outputs.append(torch.stack([loss.detach(), *output_figures(logits)]))
@@ -150,14 +143,16 @@ def train(
         return figures, probe_seconds
 
     model.train()
+    stream = training_batches(data, cfg, first)
     for step in range(first, steps):
         start = clock(device)
+        batches = list(itertools.islice(stream, accumulate))
         skipped, scale = 0, scaler.get_scale()
-        figures, probe_seconds = attempt(step)
+        figures, probe_seconds = attempt(step, batches)
         scaler.update()
         while scaler.get_scale() < scale >= 1.0 and math.isfinite(figures["loss"]):  # fp16: the gradient overflowed
             skipped, scale = skipped + 1, scaler.get_scale()
-            figures, probe_seconds = attempt(step)
+            figures, probe_seconds = attempt(step, batches)
             scaler.update()
         if probe.frame is not None:
             record.frame(probe.frame)
@@ -232,8 +227,7 @@ def evaluate(model: nn.Module, split: Split, cfg: RunConfig) -> dict[str, float]
     start = time.perf_counter()
     model.eval()
     loss, right = 0.0, 0
-    for at in range(0, len(split), EVAL_BATCH):
-        images, labels = split.images[at : at + EVAL_BATCH], split.labels[at : at + EVAL_BATCH]
+    for images, labels in validation_batches(split, cfg):
         with autocast(cfg.precision, cfg.device):
             logits = model(images.to(WEIGHTS[cfg.precision.weights]))
         loss += objective(logits.float(), labels, cfg.train, reduction="sum").item()

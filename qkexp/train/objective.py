@@ -10,13 +10,14 @@ from qkexp.config import TrainConfig
 
 
 def objective(logits: Tensor, labels: Tensor, cfg: TrainConfig, reduction: str = "mean") -> Tensor:
-    """Mean (or ``sum``) of the loss over images, nats: logits (B, classes) float32, labels (B,).
+    """Mean (or ``sum``) of the loss over images, nats: logits (B, classes) float32, labels (B,) or soft (B, classes).
 
     ``sigmoid`` is binary cross-entropy summed over classes, as ViT-22B and its kin train (arXiv 2302.05442).
     """
     if cfg.loss == "ce":
         return F.cross_entropy(logits, labels, label_smoothing=cfg.label_smoothing, reduction=reduction)
-    target = _smoothed(F.one_hot(labels, logits.shape[-1]).to(logits.dtype), cfg.label_smoothing)
+    soft = F.one_hot(labels, logits.shape[-1]) if labels.ndim == 1 else labels
+    target = _smoothed(soft.to(logits.dtype), cfg.label_smoothing)
     loss = F.binary_cross_entropy_with_logits(logits, target, reduction="sum")
     return loss / len(labels) if reduction == "mean" else loss
 
@@ -25,7 +26,7 @@ def constant_loss(labels: Tensor, classes: int, cfg: TrainConfig) -> float:
     """The objective, nats, of the best predictor that gives every image the same answer.
 
     That answer is the mean target m, and its loss the entropy of m: of one distribution for
-    cross-entropy, of a coin for each class for the sigmoid loss.
+    cross-entropy, of a coin for each class for the sigmoid loss. Mixed labels have the same mean.
     """
     share = torch.bincount(labels.cpu(), minlength=classes).double() / len(labels)
     mean = _smoothed(share, cfg.label_smoothing)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
+
+from qkexp.train.spikes import spike_score
 
 WINDOW = 20  # steps of a running mean, and of "final"
 ROSE = 0.2  # of the way from the smoothed minimum to the constant predictor's loss
@@ -42,12 +45,17 @@ def judge(loss: np.ndarray, constant_loss: float, nonfinite: str | None = None) 
 
 
 def final_figures(loss: np.ndarray) -> dict[str, Any]:
-    """``loss``: mean of the last 20 steps; ``lowest_loss``: minimum of the smoothed loss, and its step."""
+    """``loss``: mean of the last 20 steps; ``lowest_loss``: minimum of the smoothed loss, and its step.
+
+    ``spike_score`` is None in runs that are too short for it.
+    """
     if not len(loss):
-        return {"loss": None, "lowest_loss": None, "lowest_step": None}
+        return dict.fromkeys(("loss", "lowest_loss", "lowest_step", "spike_score"))
     smoothed = smooth(loss)
+    spikes = spike_score(loss)
     return {
         "loss": float(np.mean(loss[-WINDOW:])),
         "lowest_loss": float(smoothed.min()),
         "lowest_step": int(smoothed.argmin()),
+        "spike_score": None if math.isnan(spikes) else spikes,
     }

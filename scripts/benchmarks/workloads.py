@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import timm
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from qkexp.config import RunConfig
 from qkexp.model.vit import build_vit
 from qkexp.record.run import RunWriter
 from qkexp.train import data as datasets
+from qkexp.train.batches import training_batches
 from qkexp.train.loop import train
 from qkexp.train.precision import autocast, resolve
 
@@ -107,12 +109,11 @@ def configure(size: Size, device: str, *overrides: str) -> RunConfig:
 
 def one_batch(cfg: RunConfig) -> tuple[Tensor, Tensor]:
     """Images and labels of one step, on the configured device."""
-    split = datasets.load(cfg.data).train.to(torch.device(cfg.device))
-    return split.images[: cfg.train.batch_size], split.labels[: cfg.train.batch_size]
+    return next(training_batches(datasets.load(cfg.data), cfg, first_step=0))
 
 
 def our_model(cfg: RunConfig) -> nn.Module:
-    images = datasets.load(cfg.data).train.images[: cfg.train.batch_size]
+    images = datasets.load(cfg.data).train.plain(np.arange(cfg.train.batch_size))
     model = build_vit(cfg, image_size=image_side(cfg), channels=3, classes=CLASSES, like=images)
     return model.to(cfg.device)
 

@@ -53,3 +53,18 @@ def test_smoothed_cross_entropy_is_pytorchs() -> None:
     logits = torch.randn(10, 3, generator=torch.Generator().manual_seed(0))
     cfg = TrainConfig(label_smoothing=0.2)
     assert torch.equal(objective(logits, labels(), cfg), F.cross_entropy(logits, labels(), label_smoothing=0.2))
+
+
+@pytest.mark.parametrize("loss", ["ce", "sigmoid"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_soft_labels_are_the_mean_over_the_labels_they_mix(loss: str, smoothing: float) -> None:
+    """Both losses are linear in the target: that of a mixture is the mixture of the losses."""
+    logits = torch.randn(10, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    cfg, share = TrainConfig(loss=loss, label_smoothing=smoothing), 0.3
+    one, other = labels(), labels().flip(0)
+    soft = share * F.one_hot(one, 3).double() + (1 - share) * F.one_hot(other, 3).double()
+    for reduction in ("mean", "sum"):
+        mixed = share * objective(logits, one, cfg, reduction) + (1 - share) * objective(logits, other, cfg, reduction)
+        assert objective(logits, soft, cfg, reduction).item() == pytest.approx(mixed.item(), rel=1e-12)
+    single = objective(logits.float(), soft.float(), cfg)
+    assert single.item() == pytest.approx(objective(logits, soft, cfg).item(), rel=1e-6)

@@ -84,6 +84,15 @@ def test_every_other_precision_goes_on_with_its_bits_scale_and_dropout_too(
     assert_same(tmp_path / "whole", tmp_path / "stopped")
 
 
+def test_augmented_and_mixed_batches_go_on_where_they_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config("data.crop=pad", "data.flip=true", "data.mixup=0.3", "train.accumulate=2", "data.label_noise=0.1")
+    assert run(cfg, tmp_path / "whole", monkeypatch) == 0
+    for at in (3, 24):
+        assert run(cfg, tmp_path / "stopped", monkeypatch, stop_after=at) == 75
+    assert run(cfg, tmp_path / "stopped", monkeypatch) == 0
+    assert_same(tmp_path / "whole", tmp_path / "stopped")
+
+
 def test_rows_after_the_last_checkpoint_are_trained_again_and_not_kept_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
