@@ -114,3 +114,14 @@ def test_gpu_check_covers_every_variant(tmp_path: Path) -> None:
         assert checked >= VARIANTS
     assert all(c["ok"] for c in content["checks"])
     assert {f["section"] for f in content["figures"]} == {"step", "probe"}
+
+
+def test_the_tables_of_docs_training_are_what_this_code_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    tables = importlib.import_module("training_tables")
+    text = tables.DOCUMENT.read_text()
+    assert tables.regenerated(text) == text, "run python scripts/training_tables.py"
+    assert "| largest rate (asked for: 0.003) |" in text
+    peaks = [line.split("|")[2].strip() for line in tables.schedule_table().splitlines()[2:]]
+    assert set(peaks) == {"0.003"}
+    assert len(peaks) == 5
