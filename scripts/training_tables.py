@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import re
 from pathlib import Path
 
 import numpy as np
@@ -87,9 +86,8 @@ TABLES = {"dtypes": dtype_table, "schedules": schedule_table}
 def regenerated(text: str) -> str:
     """The document with its tables made anew."""
     for name, table in TABLES.items():
-        pattern = rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)"
-        assert re.search(pattern, text, re.DOTALL), f"no place for the table {name}"
-        text = re.sub(pattern, lambda m, made=table(): m[1] + made + "\n" + m[2], text, flags=re.DOTALL)
+        before, marker, rest = text.partition(f"<!-- generated: {name} -->\n")
+        text = before + marker + table() + "\n" + rest[rest.index("<!-- end -->") :]
     return text
 
 
