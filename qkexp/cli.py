@@ -38,12 +38,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[0] not in VERBS:
         err.print(f"qkexp: {args[0]!r} is not a verb; accepted: {', '.join(VERBS)}", markup=False)
         return WRONG_INPUT
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # the last two: what clusters send before the end
+        signal.signal(number, _interrupt)
     try:
         options = parser(args[0]).parse_intermixed_args(args[1:])
         return VERBS[args[0]][0](options)
     except UserError as error:
         err.print(f"qkexp {args[0]}: {error}", markup=False, soft_wrap=True)
+        return WRONG_INPUT
+    except (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError) as error:
+        if error.filename is None:
+            raise
+        err.print(f"qkexp {args[0]}: {error.strerror}: {error.filename}", markup=False, soft_wrap=True)
         return WRONG_INPUT
     except KeyboardInterrupt:
         err.print("interrupted; the same command goes on")
@@ -140,6 +146,9 @@ def sync(options: argparse.Namespace) -> int:
 
 
 def data(options: argparse.Namespace) -> int:
+    other = [o for o in options.overrides if o.split("=")[0] in ("data", "data.name")]
+    if other:
+        raise UserError(f"{other[0]}: the data set is {options.name}, as named before it")
     plan = _plan([f"data={options.name}", *options.overrides], single=True)
     from qkexp.train.data import convert
 
@@ -366,7 +375,9 @@ def parser(verb: str) -> argparse.ArgumentParser:
 
         p.add_argument("action", choices=("prepare",), help="fetch where it is not found on disk, convert, check")
         p.add_argument("name", metavar="NAME", help=" | ".join(options("data")))
-        p.add_argument("overrides", nargs="*", metavar="data.root=DIR", help="where to; else the user's cache folder")
+        p.add_argument(
+            "overrides", nargs="*", metavar="OVERRIDE", help="data.root=DIR: where to; else the user's cache"
+        )
     if verb in ("train", "sweep", "reproduce"):
         p.add_argument("--again", action="store_true", help="train finished runs again")
         p.add_argument("--fail-fast", action="store_true", help="stop at the first run that crashes")

@@ -96,7 +96,7 @@ def compose_sweep(overrides: Sequence[str], *, single: bool = False) -> Sweep:
             axes = []
         tasks = [list(t) for t in _expand(axes + list(overrides))]
         composed = [(task, _compose(task, _parse(task))) for task in tasks]
-    runs = [(task, _typed(cfg)) for task, cfg in composed]
+    runs = [(task, _typed(cfg, task)) for task, cfg in composed]
     default_name = "single" if single else "sweep"
     launcher: Any = OmegaConf.to_container(first.hydra.launcher)
     for name, value in launcher.items():
@@ -105,7 +105,7 @@ def compose_sweep(overrides: Sequence[str], *, single: bool = False) -> Sweep:
     return Sweep(
         name=_sweep_name(first.sweep_name or first.experiment or default_name),
         experiment=first.experiment,
-        output_dir=Path(first.output_dir).absolute(),
+        output_dir=Path(first.output_dir).expanduser().absolute(),
         launcher_name=first.hydra.runtime.choices["hydra/launcher"],
         launcher=launcher,
         expect=OmegaConf.to_container(first.expect) if first.expect is not None else None,  # type: ignore[arg-type]
@@ -174,7 +174,7 @@ def _groups() -> list[str]:
 def _compose(task: Sequence[str], parsed: Sequence[Override]) -> DictConfig:
     for override in parsed:
         group, choice = override.key_or_group, override.value()
-        if group in _groups() and isinstance(choice, (str, int, float)) and str(choice) not in options(group):
+        if group in _groups() and not override.is_sweep_override() and str(choice) not in options(group):
             raise ConfigError(group, choice, " | ".join(options(group)))
     try:
         return compose(ROOT_CONFIG, list(task), return_hydra_config=True)
@@ -187,24 +187,28 @@ def _explain(error: Exception, parsed: Sequence[Override]) -> UserError:
     text = f"{error} {error.__cause__ or ''}"
     found = re.search(r"full_key: (\S+)", text)
     name = found.group(1) if found else next((o.key_or_group for o in parsed if o.key_or_group in text), "")
-    given = next((o.value() for o in parsed if o.key_or_group == name), None)
+    given = next((o.value() for o in reversed(parsed) if o.key_or_group == name), None)  # the last one counts
     leaf = _leaf_keys().get(name)
     if leaf is not None:
         return ConfigError(name, given, accepted(leaf))
     return UserError(" ".join(str(error).split()))
 
 
-def _typed(cfg: DictConfig) -> RunConfig:
+def _typed(cfg: DictConfig, task: Sequence[str]) -> RunConfig:
     plain = OmegaConf.to_container(cfg, resolve=False)
     assert isinstance(plain, dict)
     names = {k.name.split(".")[0] for k in keys()}
-    typed = to_typed({k: v for k, v in plain.items() if k in names})
+    try:
+        typed = to_typed({k: v for k, v in plain.items() if k in names})
+    except OmegaConfBaseException as error:  # an interpolation that leads nowhere
+        given = next((text for text in task if "${" in text), "a configuration file")
+        raise UserError(f"{given}: {' '.join(str(error).split())}") from None
     check(typed)
     data, own = typed.data, DATA_SETS[typed.data.name]
     if data.name != "synthetic":  # one identity for a size that is given and one that is implied
         data.image_size = None if data.image_size == own.size else data.image_size
         data.classes = data.samples = None
-    data.root = str(Path(data.root).absolute()) if data.root is not None else None
+    data.root = str(Path(data.root).expanduser().absolute()) if data.root is not None else None
     return typed
 
 

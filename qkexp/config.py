@@ -72,10 +72,12 @@ def key(
 class ModelConfig:
     name: str = key("vit_tiny_patch16_224", "A plain timm VisionTransformer; the keys below override its sizes.")
     width: int | None = key(None, "Channels of a token; null keeps timm's.", low=1)
-    depth: int | None = key(None, "Number of blocks; null keeps timm's.", low=1)
+    depth: int | None = key(None, "Number of blocks; null keeps timm's.", low=1, below=10_000)
     heads: int | None = key(None, "Attention heads of a block; must divide the width.", low=1)
     patch: int | None = key(None, "Side of a patch in pixels; must divide the image size.", low=1)
-    mlp_ratio: float | None = key(None, "Hidden channels of the MLP over the width; null keeps timm's.", above=0.0)
+    mlp_ratio: float | None = key(
+        None, "Hidden channels of the MLP over the width; null keeps timm's.", above=0.0, below=3e38
+    )
     qkv_bias: bool | None = key(
         None, "Bias of the q, k, v projections; null keeps timm's (none with block_norm=parallel)."
     )
@@ -93,9 +95,9 @@ class ModelConfig:
     dropout: float = key(0.0, "Dropout after the position embedding, attention and MLP.", low=0.0, below=1.0)
     drop_path: float = key(0.0, "Stochastic depth of the last block; it grows linearly from 0.", low=0.0, below=1.0)
     layer_scale: float | None = key(
-        None, "Start of a learned factor a channel on each branch; null keeps timm's.", above=0.0
+        None, "Start of a learned factor a channel on each branch; null keeps timm's.", above=0.0, below=3e38
     )
-    seed: int = key(II("seed"), "Seed of the initial weights.", low=0)
+    seed: int = key(II("seed"), "Seed of the initial weights.", low=0, below=2**63)
 
 
 @dataclass
@@ -118,9 +120,9 @@ class AttentionConfig:
         choices=("inv_sqrt_d", "one", "fixed", "learned", "learned_per_head"),
     )
     scale_init: float | None = key(
-        None, "The fixed value, or a learned scale's start; null = log2(N^2 - N).", above=0.0
+        None, "The fixed value, or a learned scale's start; null = log2(N^2 - N).", above=0.0, below=3e38
     )
-    softcap: float | None = key(None, "Soft-cap of the score; null = none.", above=0.0)
+    softcap: float | None = key(None, "Soft-cap of the score; null = none.", above=0.0, below=3e38)
     score_dtype: str = key("compute", "Precision of the scores in the kernel.", choices=("compute", "fp32"))
     init: str = key(
         "timm",
@@ -138,7 +140,9 @@ class DataConfig:
     image_size: int | None = key(None, "Side of an image in pixels; null = the data set's own.", low=1)
     classes: int | None = key(None, "Number of classes (synthetic only); null = the data set's own.", low=2)
     samples: int | None = key(None, "Training images (synthetic only); a quarter more are validation.", low=2)
-    seed: int = key(II("seed"), "Seed of sample order, augmentation, label noise and synthetic images.", low=0)
+    seed: int = key(
+        II("seed"), "Seed of sample order, augmentation, label noise and synthetic images.", low=0, below=2**63
+    )
     root: str | None = key(
         None, "Folder of the data set (for imagefolder: of train and val); null = the user's cache.", identity=False
     )
@@ -179,7 +183,9 @@ class OptimConfig:
         choices=("cosine", "constant", "linear", "rsqrt"),
     )
     cooldown: int = key(0, "Last steps of rsqrt, linear to 0.", low=0)
-    weight_decay: float = key(0.0, "Decay of weight matrices; never of gains, biases, learned scales.", low=0.0)
+    weight_decay: float = key(
+        0.0, "Decay of weight matrices; never of gains, biases, learned scales.", low=0.0, below=3e38
+    )
     decay: str = key(
         "independent",
         "independent: decay follows the schedule, not the peak rate; coupled: multiplied by the rate.",
@@ -188,7 +194,9 @@ class OptimConfig:
     betas: list[float] = key([0.9, 0.999], "Adam's averaging of gradient and squared gradient, each in [0, 1).")
     eps: float = key(1e-8, "Adam's epsilon.", above=0.0)
     momentum: float = key(0.9, "Momentum of sgd and muon, in [0, 1).", low=0.0, below=1.0)
-    qk_lr_scale: float = key(1.0, "Factor on the updates of the Q and K projections; 0 freezes them.", low=0.0)
+    qk_lr_scale: float = key(
+        1.0, "Factor on the updates of the Q and K projections; 0 freezes them.", low=0.0, below=3e38
+    )
 
 
 @dataclass
@@ -240,7 +248,7 @@ class TrackerConfig:
 class RunConfig:
     """The root of the schema: one run."""
 
-    seed: int = key(0, "Seed of the run; model.seed and data.seed follow it.", low=0)
+    seed: int = key(0, "Seed of the run; model.seed and data.seed follow it.", low=0, below=2**63)
     experiment: str | None = key(None, "Name of the experiment that the run belongs to.", identity=False)
     sweep_name: str | None = key(None, "Folder under output_dir; null = the experiment's name.", identity=False)
     output_dir: str = key("outputs", "Folder that holds all sweeps.", identity=False)
@@ -444,6 +452,10 @@ def _check_combinations(cfg: RunConfig) -> None:
         raise ConfigError("attention.backend", a.backend, "auto | explicit while attention.score_dtype=fp32")
     if a.backend == "flex" and cfg.device != "cuda":
         raise ConfigError("attention.backend", a.backend, "auto | explicit | sdpa unless device=cuda")
+    if o.name == "adam" and o.decay != "independent":
+        raise ConfigError("optim.decay", o.decay, "independent while optim.name=adam (its decay is a gradient)")
+    if o.name in ("adam", "adamw") and o.momentum != 0.9:
+        raise ConfigError("optim.momentum", o.momentum, f"0.9 while optim.name={o.name} (it has none; optim.betas)")
     if cfg.precision.weights == "bf16" and cfg.precision.autocast != "none":
         raise ConfigError(
             "precision.autocast", cfg.precision.autocast, "none while precision.weights=bf16 (all is bf16 already)"

@@ -23,6 +23,16 @@ WRONG = [
     ["model=vit_tiny", "model.patch=2", "model.heads=5"],
     ["hydra.launcher.workers=0"],
     ["hydra.launcher.nosuch=1"],
+    ["seed=18446744073709551616"],
+    ["optim.lr=${oc.env:NO_SUCH_VARIABLE}"],
+    ["model=null"],
+    ["model.mlp_ratio=1e30"],
+    ["model.mlp_ratio=1e-3"],
+    ["model.depth=1000000"],
+    ["model.layer_scale=1e39"],
+    ["model.patch=8", "model.pool=avg", "attention=l2", "attention.scale_init=null"],
+    ["optim=adam", "optim.decay=coupled"],
+    ["train.steps=2", "train.steps=abc"],
 ]
 
 
@@ -52,6 +62,38 @@ def test_help_of_every_verb_has_an_example(verb: str, capsys: pytest.CaptureFixt
         cli.main([verb, "--help"])
     assert stop.value.code == 0
     assert f"example: qkexp {verb}" in capsys.readouterr().out
+
+
+def test_of_a_key_given_twice_the_value_that_counts_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "train.steps=2", "train.steps=abc"]) == 2
+    assert "train.steps: 'abc' is not accepted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["output_dir", "data.root"])
+def test_a_folder_that_cannot_be_made_exits_2_and_names_it(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    assert cli.main(["train", f"{key}=file/folder", "train.steps=1", "tracker=none"]) == 2
+    message = capsys.readouterr().err
+    assert str(tmp_path / "file") in message
+    assert "Traceback" not in message
+    assert [p.name for p in tmp_path.iterdir()] in (["file"], ["file", "outputs"], ["outputs", "file"])
+
+
+def test_a_home_folder_is_where_the_user_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qkexp.compose import compose_sweep
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    sweep = compose_sweep(["output_dir='~/out'", "data.root='~/data'"], single=True)
+    assert sweep.output_dir == tmp_path / "out"
+    assert sweep.runs[0][1].data.root == str(tmp_path / "data")
+
+
+def test_data_prepare_takes_no_second_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["data", "prepare", "fashion_mnist", "data=digits"]) == 2
+    assert "data=digits" in capsys.readouterr().err
 
 
 def test_unknown_verb_and_unknown_flag_exit_2(capsys: pytest.CaptureFixture[str]) -> None:

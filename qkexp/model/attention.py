@@ -17,6 +17,8 @@ from qkexp.model.qk_norm import QKNorm
 
 def default_scale(tokens: int) -> float:
     """log2(N² − N): QKNorm's start of the learned scale, N all tokens a query attends to (arXiv 2010.04245)."""
+    if tokens < 2:
+        raise ValueError("log2(N² - N) needs at least 2 tokens: set attention.scale_init")
     return math.log2(tokens**2 - tokens)
 
 

@@ -51,6 +51,7 @@ class Block(nn.Module):
     ):
         super().__init__()
         _refuse(timm)
+        hidden = _hidden(dim, mlp_ratio)
         self.norm1 = norm_layer(dim)
         self.attn = Attention(
             dim, num_heads, tokens, attention, qkv_bias=qkv_bias, proj_bias=proj_bias, proj_drop=proj_drop
@@ -60,7 +61,7 @@ class Block(nn.Module):
         self.norm2 = norm_layer(dim)
         self.mlp = mlp_layer(
             in_features=dim,
-            hidden_features=int(dim * mlp_ratio),
+            hidden_features=hidden,
             act_layer=act_layer,
             bias=proj_bias,
             drop=proj_drop,
@@ -146,7 +147,7 @@ class ParallelBlock(nn.Module):
         if mlp_layer is not Mlp:
             timm["mlp_layer"] = getattr(mlp_layer, "__name__", mlp_layer)
         _refuse(timm)
-        self.dim, self.hidden = dim, int(dim * mlp_ratio)
+        self.dim, self.hidden = dim, _hidden(dim, mlp_ratio)
         self.in_norm = norm_layer(dim)
         self.in_proj = nn.Linear(dim, self.hidden + 3 * dim, bias=False)
         self.mlp_bias = nn.Parameter(torch.zeros(self.hidden))
@@ -188,6 +189,13 @@ def _refuse(timm: dict[str, Any]) -> None:
     refused = {k: v for k, v in timm.items() if k not in _INERT and v}
     if refused:
         raise ValueError(f"the block has no {', '.join(f'{k}={v!r}' for k, v in refused.items())}")
+
+
+def _hidden(dim: int, ratio: float) -> int:
+    hidden = int(dim * ratio)
+    if hidden < 1:
+        raise ValueError(f"model.mlp_ratio={ratio:g} leaves the MLP no channels")
+    return hidden
 
 
 def _layer_scale(dim: int, init_values: float | None) -> nn.Module:

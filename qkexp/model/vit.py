@@ -59,8 +59,9 @@ def build_vit(cfg: RunConfig, *, image_size: int, channels: int, classes: int, l
                 ),
                 **overrides,
             )
-        except (ValueError, AssertionError) as error:
-            raise ConfigError("model", {"name": m.name, **overrides}, f"sizes that fit together ({error})") from None
+        except (ValueError, AssertionError, TypeError, RuntimeError, OverflowError) as error:
+            why = str(error) or "timm refuses them without a reason"
+            raise ConfigError("model", {"name": m.name, **overrides}, f"sizes that fit together ({why})") from None
     if attention.init == "match" and attention.norm == "none":
         if like is None:
             raise ValueError("attention.init=match needs images to measure the spread of logits on")

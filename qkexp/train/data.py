@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -194,7 +195,13 @@ def _convert_digits(cfg: DataConfig) -> Path:
 
 
 def _load_digits(cfg: DataConfig) -> Dataset:
-    arrays = {n: torch.from_numpy(a) for n, a in store.read_arrays(_convert_digits(cfg)).items()}
+    path = _convert_digits(cfg)
+    try:
+        stored = store.read_arrays(path)
+    except (OSError, ValueError, zipfile.BadZipFile):  # damaged; the images are at hand
+        path.unlink()
+        stored = store.read_arrays(_convert_digits(cfg))
+    arrays = {n: torch.from_numpy(a) for n, a in stored.items()}
     train, val = (Memory(arrays[f"{s}_x"] / 8.0 - 1.0, arrays[f"{s}_y"], 8) for s in ("train", "val"))  # from 0 … 16
     return Dataset(train, val, classes=10, channels=1)
 

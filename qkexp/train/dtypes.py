@@ -7,6 +7,7 @@ their kernels.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from qkexp.model.qk_norm import QKNorm
 from qkexp.train.precision import autocast
 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm"}
-_NORMS = {"native_layer_norm", "linalg_vector_norm", "_fused_rms_norm", "rms_norm"}
+_NORMS = {"native_layer_norm", "linalg_vector_norm", "_fused_rms_norm", "rms_norm", "rsqrt"}
 
 
 def name(dtype: torch.dtype) -> str:
@@ -52,7 +53,7 @@ def measure(model: nn.Module, images: Tensor, cfg: RunConfig) -> dict[str, str]:
     seen; it is named instead.
     """
     watch = _Watch()
-    handles = [handle for module in model.modules() for handle in _mark(module, watch)]
+    handles = [handle for path, module in model.named_modules() for handle in _mark(path, module, watch)]
     kept = [p.grad for p in model.parameters()]
     try:
         with torch.random.fork_rng([torch.cuda.current_device()] if cfg.device == "cuda" else []):
@@ -76,15 +77,16 @@ def measure(model: nn.Module, images: Tensor, cfg: RunConfig) -> dict[str, str]:
     }
 
 
-def _mark(module: nn.Module, watch: _Watch) -> list[Any]:
+def _mark(path: str, module: nn.Module, watch: _Watch) -> list[Any]:
     """Hooks that tell the watch which kind of module it is in."""
     kinds: list[tuple[type | tuple[type, ...], str]] = [
         ((nn.Linear, PatchEmbed), "linear"),
         (QKNorm, "qk_norm"),
         (AttentionCore, "core"),
-        (nn.LayerNorm, "block_norm"),
     ]
     kind = next((label for types, label in kinds if isinstance(module, types)), None)
+    if re.fullmatch(r"blocks\.\d+\.(norm1|norm2|in_norm)", path) and not isinstance(module, nn.Identity):
+        kind = "block_norm"
     if kind is None:
         return []
 

@@ -185,6 +185,8 @@ def train(
             validation = evaluate(model, data.val, cfg)
             row |= validation
             best = _better(best, validation)
+            if done == steps and not math.isfinite(validation["val_loss"]):  # the last update broke the weights
+                nonfinite = f"val_loss is {validation['val_loss']} after step {step}"
         record.row(row)
         unseen.append(row)
         if record.flush_due():
@@ -281,9 +283,10 @@ def detect(detector: Detector, frames: list[Frame]) -> list[Event]:
 
 
 def _better(best: dict[str, float], new: dict[str, float]) -> dict[str, float]:
-    if not best:
-        return {k: new[k] for k in ("val_loss", "val_accuracy")}
+    """The smallest loss and largest accuracy so far; an evaluation that is not finite is none."""
+    if not math.isfinite(new["val_loss"]):
+        return best
     return {
-        "val_loss": min(best["val_loss"], new["val_loss"]),
-        "val_accuracy": max(best["val_accuracy"], new["val_accuracy"]),
+        "val_loss": min(best.get("val_loss", math.inf), new["val_loss"]),
+        "val_accuracy": max(best.get("val_accuracy", 0.0), new["val_accuracy"]),
     }

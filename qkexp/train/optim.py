@@ -132,14 +132,17 @@ class Updater:
 
     def groups(self) -> dict[str, dict[str, Any]]:
         """Which parameters decay, which do not, and which are frozen or slowed: name -> counts and names."""
-        scaled = {piece.parameter for found in self._pieces.values() for piece in found if piece.projects_qk}
+        sizes = {n: p.numel() for n, p in self.named}
         found = {
             "decayed": [n for n, p in self.named if decays(n, p)],
             "not_decayed": [n for n, p in self.named if not decays(n, p)],
         }
-        if self.cfg.qk_lr_scale != 1.0:
-            found[f"q_k_rate_x_{self.cfg.qk_lr_scale:g}"] = [n for n, _ in self.named if n in scaled]
-        sizes = {n: p.numel() for n, p in self.named}
+        if self.cfg.qk_lr_scale != 1.0:  # pieces of fused parameters
+            label = f"q_k_rate_x_{self.cfg.qk_lr_scale:g}"
+            found[label] = []
+            for (name, parameter), piece in ((n, p) for n in self.named for p in self._pieces[n[0]] if p.projects_qk):
+                found[label].append(f"{name}[{piece.role}]")
+                sizes[found[label][-1]] = piece.of(parameter).numel()
         return {
             label: {"tensors": len(names), "parameters": sum(sizes[n] for n in names), "names": names}
             for label, names in found.items()

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from torchvision.datasets import ImageFolder
 
-from qkexp.config import ConfigError, DataConfig, UserError
+from qkexp.config import DATA_SETS, ConfigError, DataConfig, UserError
 from qkexp.train.store import Arrays, is_whole, locked, read_arrays, write_arrays
 
 SILENCE = 30.0  # seconds without a byte after which a server counts as dead
@@ -137,11 +137,11 @@ def read(cfg: DataConfig) -> Arrays:
     """
     source, file = SOURCES[cfg.name], converted_file(cfg)
     if is_whole(file):
-        return read_arrays(file)
+        return _checked(cfg.name, read_arrays(file), file)
     # a folder that the user names is searched alone: data from elsewhere would be a surprise
     folder = _find(source, cache_dir(cfg), source.packaged if cfg.root is None else None)
     if folder is not None:
-        return source.read(folder)
+        return _checked(cfg.name, source.read(folder), folder)
     if cfg.download:
         return read_arrays(convert(cfg))
     raise ConfigError("data.root", cfg.root, _wanted(cfg, source))
@@ -175,10 +175,30 @@ def convert(cfg: DataConfig) -> Path:
                 return file
             with tempfile.TemporaryDirectory(prefix=f".{cfg.name}-", dir=file.parent) as scratch:
                 folder = _find(source, file.parent, source.packaged) or _fetch(cfg.name, source, Path(scratch))
-                write_arrays(file, source.read(folder))
+                write_arrays(file, _checked(cfg.name, source.read(folder), folder))
     except OSError as error:
         raise UserError(f"{cfg.name} could not be prepared in {file.parent}: {error}") from None
     return file
+
+
+def _checked(name: str, arrays: Arrays, where: Path) -> Arrays:
+    """The arrays, if they can be this set's: shapes, and labels that fit the images.
+
+    Raises:
+        UserError: they cannot; wrong labels would be trained on without a word.
+    """
+    facts = DATA_SETS[name]
+    assert facts.classes is not None
+    for split in ("train", "val"):
+        images, labels = arrays[f"{split}_x"], arrays[f"{split}_y"]
+        wanted = (facts.channels, facts.size, facts.size)
+        if images.shape[1:] != wanted:
+            raise UserError(f"{where} is damaged: {split} images are {images.shape[1:]}, not {wanted}")
+        if labels.shape != images.shape[:1]:
+            raise UserError(f"{where} is damaged: {len(images)} {split} images, but labels {labels.shape}")
+        if len(labels) and not 0 <= labels.min() <= labels.max() < facts.classes:
+            raise UserError(f"{where} is damaged: {split} label {labels.max()}, but {facts.classes} classes")
+    return arrays
 
 
 def _find(source: Source, *roots: Path | None) -> Path | None:
@@ -249,6 +269,8 @@ def image_folders(cfg: DataConfig) -> tuple[ImageFolder, ImageFolder]:
         train, val = ImageFolder(str(root / "train")), ImageFolder(str(root / "val"))
     except OSError as error:
         raise ConfigError("data.root", cfg.root, f"{wanted}; {' '.join(str(error).split())}") from None
+    if len(train.classes) < 2:
+        raise ConfigError("data.root", cfg.root, f"{wanted}, of at least two classes; it has {train.classes}")
     if train.classes != val.classes:
         differing = sorted(set(train.classes) ^ set(val.classes))
         raise ConfigError(

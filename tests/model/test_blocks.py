@@ -250,6 +250,9 @@ def test_freezing_q_and_k_keeps_their_bits_and_moves_all_else_in_the_fused_block
     F.cross_entropy(vit(images), torch.arange(8)).backward()
     updater.step(0)
     now = dict(vit.named_parameters())
+    group = updater.groups()["q_k_rate_x_0"]
+    assert group["parameters"] == 4 * 2 * 64 * 64, "q and k of the fused matrix, not all of it"
+    assert group["names"][:2] == ["blocks.0.in_proj.weight[q]", "blocks.0.in_proj.weight[k]"]
     for piece in pieces(vit):
         same = torch.equal(piece.of(now[piece.parameter]), piece.of(start[piece.parameter]))
         assert same == piece.projects_qk, piece

@@ -118,11 +118,12 @@ def test_killed_sweep_goes_on_with_what_is_missing_and_leaves_no_orphan(tmp_path
     assert all(after[name] == stamp for name, stamp in before.items())
 
 
-def test_terminated_train_saves_says_interrupted_and_exits_75(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_terminated_train_saves_says_interrupted_and_exits_75(tmp_path: Path, number: signal.Signals) -> None:
     process = start("train", f"output_dir={tmp_path}", *MICRO, "train.steps=100000")
     try:
         wait_for(lambda: list(tmp_path.glob("single/*/parts/scalars-*.parquet")))
-        process.terminate()
+        process.send_signal(number)
         assert process.wait(30) == 75
     finally:
         process.kill()

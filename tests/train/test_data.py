@@ -62,3 +62,11 @@ def test_synthetic_data_has_the_size_asked_for_and_follows_its_seed() -> None:
     assert not torch.equal(
         load(DataConfig(name="synthetic", image_size=16, seed=2)).train.images[:40], data.train.images
     )
+
+
+def test_a_damaged_digits_file_is_made_anew(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    cfg = DataConfig(name="digits", root=str(tmp_path))
+    whole = load(cfg)
+    (file,) = tmp_path.glob("*.npz")
+    file.write_bytes(b"junk")
+    assert torch.equal(load(cfg).train.images, whole.train.images)

@@ -224,3 +224,25 @@ def test_sigmoid_loss_starts_at_ten_coins_and_chance_is_its_own() -> None:
     record, outcome = run("train.loss=sigmoid")
     assert record.rows[0]["loss"] == pytest.approx(10 * math.log(2), rel=0.05)
     assert outcome["constant_loss"] == pytest.approx(-10 * (0.1 * math.log(0.1) + 0.9 * math.log(0.9)), rel=1e-3)
+
+
+def test_weights_that_the_last_update_broke_are_a_divergence_and_not_a_crash(tmp_path: Any) -> None:
+    from qkexp import load_run
+    from qkexp.sweep.job import execute
+
+    cfg = config("optim.lr=1e30", "train.steps=1", "precision=fp32", "train.eval_every=1")
+    assert execute(cfg, tmp_path, {}) == 0
+    found = load_run(tmp_path)
+    assert found.outcome is not None
+    assert found.outcome["status"] == "diverged"
+    assert found.outcome["reason"].startswith("nonfinite: val_loss is nan after step 0")
+    assert found.outcome["final"]["val_loss"] is None
+    assert found.outcome["best"] == {}
+    assert len(found.scalars) == 1
+
+
+def test_an_evaluation_that_is_not_finite_is_no_best() -> None:
+    good = {"val_loss": 1.0, "val_accuracy": 0.5}
+    assert loop._better({}, {"val_loss": math.nan, "val_accuracy": 0.1}) == {}
+    assert loop._better(good, {"val_loss": math.nan, "val_accuracy": 0.9}) == good
+    assert loop._better(good, {"val_loss": 2.0, "val_accuracy": 0.6}) == {"val_loss": 1.0, "val_accuracy": 0.6}

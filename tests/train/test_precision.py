@@ -78,6 +78,12 @@ def test_the_dry_pass_sees_the_kernel_that_the_batch_gets_and_names_a_fused_one(
     assert "scaled_dot_product" in json.loads((tmp_path / "fused" / "provenance.json").read_text())["dtypes"]["scores"]
 
 
+def test_a_block_without_norms_has_no_type_of_them(tmp_path):
+    trained(tmp_path, "model.block_norm=none", "train.steps=1")
+    found = json.loads((tmp_path / "provenance.json").read_text())["dtypes"]
+    assert (found["block_norm"], found["qk_norm"]) == ("-", "-")
+
+
 def test_the_dry_pass_changes_no_number(tmp_path, monkeypatch):
     overrides = ("model.dropout=0.1", "train.steps=3")
     watched = trained(tmp_path / "a", *overrides).scalars.loss

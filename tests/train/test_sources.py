@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import http.server
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -144,6 +145,24 @@ def test_truncated_file_is_named(tmp_path: Path) -> None:
     broken.write_bytes(broken.read_bytes()[:-200])
     with pytest.raises(UserError, match=r"train-images-idx3-ubyte\.gz is damaged"):
         prepare(DataConfig(name="fashion_mnist", root=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("train-labels-idx1-ubyte.gz", np.zeros(3, np.uint8), "train images, but labels (3,)"),
+        ("t10k-labels-idx1-ubyte.gz", None, "val label 77, but 10 classes"),
+        ("train-images-idx3-ubyte.gz", np.zeros((5, 8, 8), np.uint8), "train images are (1, 8, 8)"),
+    ],
+)
+def test_files_that_do_not_belong_together_are_refused_instead_of_trained_on(
+    tmp_path: Path, file: str, content: np.ndarray | None, message: str
+) -> None:
+    arrays = fashion(tmp_path)
+    content = np.full(len(arrays["t10k-labels-idx1-ubyte"]), 77, np.uint8) if content is None else content
+    (tmp_path / file).write_bytes(gzip.compress(idx(content)))
+    with pytest.raises(UserError, match=re.escape(message)):
+        load(DataConfig(name="fashion_mnist", root=str(tmp_path), seed=0))
 
 
 def test_cifar_is_the_same_in_place_and_converted_down_to_its_memory_layout(
