@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Group:
-    """Layers of one shape: their indices in forward order, and metrics (metric, layer, head)."""
+    """Layers of one shape: their indices in forward order, and metrics (metric, layer, head) over so many rows."""
 
     layers: tuple[int, ...]
     values: Tensor
+    rows: int = 1
 
 
 @dataclass(frozen=True)
