@@ -11,8 +11,17 @@ from torch.utils.hooks import RemovableHandle
 from qkexp.probe.adapters.base import Listener, Sink
 from qkexp.probe.adapters.watch import watch
 
-NAMED = re.compile(r"attention|attn|msa$|mhsa", re.IGNORECASE)
-PROJECTIONS = ({"qkv"}, {"to_qkv"}, {"q_proj", "k_proj"}, {"query", "key"}, {"to_q", "to_k"}, {"wq", "wk"}, {"c_attn"})
+NAMED = re.compile(r"attention|attn|m?h?sa$", re.IGNORECASE)
+PROJECTIONS = (
+    {"qkv"},
+    {"to_qkv"},
+    {"q_proj", "k_proj"},
+    {"query", "key"},
+    {"to_q", "to_k"},
+    {"wq", "wk"},
+    {"qk", "v"},
+    {"c_attn"},
+)
 
 
 def looks_like_attention(module: nn.Module) -> bool:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,11 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qkexp.probe.adapters.base import Capture, Listener, Sink
-from qkexp.probe.adapters.watch import report, sdpa_call
+from qkexp.probe.adapters.watch import heads_of, report, sdpa_call
 
 MHA = F.multi_head_attention_forward
 MHA_ARGUMENTS = inspect.signature(MHA)
-KINDS = ("function", "builtin_function_or_method")
 
 
 class Kernels:
@@ -37,23 +37,25 @@ class Kernels:
         self.calls = 0  # of scaled_dot_product_attention that were handed on
         self.inside = False
         self.instead: Sink | None = None  # takes what the reference computes
-        wrappers: dict[Callable, Callable] = {
+        self.heads: int | None = None  # of the module that is being executed, where it says
+        self.wrappers: dict[Callable, Callable] = {
             F.scaled_dot_product_attention: self._sdpa,
             F.multi_head_attention_forward: self._mha,
             torch._native_multi_head_attention: self._native_mha,
             torch._transformer_encoder_layer_fwd: self._native_layer,
         }
-        self.places = [(*place, wrappers[function]) for function, place in places(set(wrappers))]
+        self.places: list[tuple[dict[str, Any], str, Callable]] | None = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """The functions are wrapped inside."""
+        self.places = list(places(self.wrappers)) if self.places is None else self.places
         changed = []
         try:
-            for holder, name, wrapper in self.places:
+            for holder, name, function in self.places:
                 current = holder[name]
                 changed.append((holder, name, current))
-                holder[name] = functools.wraps(current)(functools.partial(wrapper, current))
+                holder[name] = functools.wraps(current)(functools.partial(self.wrappers[function], current))
             yield
         finally:
             for holder, name, current in reversed(changed):
@@ -66,13 +68,14 @@ class Kernels:
         module = executing()
         if isinstance(module, nn.TransformerEncoderLayer):
             module = module.self_attn
+        self.heads = heads_of(module)
         return None if module is None else self.sink_of(module, inside or self.inside)
 
     def _sdpa(self, original: Callable, *args: Any, **kwargs: Any) -> Tensor:
         out = original(*args, **kwargs)
         if self.listener.active and not out.is_nested and (sink := self.instead or self._wanted()) is not None:
             self.calls += 1
-            report(self.listener, sink, **sdpa_call(out, *args, **kwargs))
+            report(self.listener, sink, heads=self.heads, **sdpa_call(out, *args, **kwargs))
         return out
 
     def _mha(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -216,17 +219,17 @@ class EncoderLayer:
         return F.layer_norm(x, (self.E,), weight, bias, self.eps)
 
 
-def places(functions: set[Callable]) -> Iterator[tuple[Callable, tuple[dict[str, Any], str]]]:
-    """Where loaded modules hold the functions: (function, (namespace, name)).
+def places(functions: Iterable[Callable]) -> Iterator[tuple[dict[str, Any], str, Callable]]:
+    """Where loaded modules hold the functions: (namespace, name, function).
 
     PyTorch's own modules are left alone, but for the public ones: models call ``F.x``, or import the name.
     """
-    for module in list(sys.modules.values()):
-        name = getattr(module, "__name__", "")
-        if isinstance(name, str) and (not name.startswith("torch.") or name == "torch.nn.functional"):
-            for key, value in list(vars(module).items()):
-                if callable(value) and type(value).__name__ in KINDS and value in functions:
-                    yield value, (vars(module), key)
+    wanted = {id(function): function for function in functions}
+    for key, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and (not key.startswith("torch.") or key == "torch.nn.functional"):
+            namespace = module.__dict__
+            for name in [name for name, value in namespace.items() if id(value) in wanted]:
+                yield namespace, name, wanted[id(namespace[name])]
 
 
 def executing() -> nn.Module | None:

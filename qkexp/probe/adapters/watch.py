@@ -296,7 +296,16 @@ def report(
     sink(capture)
 
 
+def heads_of(module: nn.Module | None) -> int | None:
+    """The number of heads that a module says it has."""
+    named = (getattr(module, name, None) for name in ("num_heads", "heads", "n_head", "num_attention_heads"))
+    return next((n for n in named if isinstance(n, int)), None)
+
+
 def _four(x: Tensor, heads: int | None) -> Tensor:
+    """(B, H, N, d): heads stand before the rows, or, where windows stand there, after the images."""
+    if x.dim() > 4 and heads == x.shape[1] != x.shape[-3]:
+        x = x.movedim(1, -3)
     if x.dim() == 3:
         return x.unflatten(0, (-1, heads)) if heads and x.shape[0] % heads == 0 else x.unsqueeze(1)
     return x[None, None] if x.dim() == 2 else x.flatten(0, -4)
@@ -346,12 +355,12 @@ def watch(
     ``heads_first``: its ``q_norm`` and ``k_norm`` receive (B, H, N, d), else (B, N, H, d).
     """
     lengths = Lengths(module, listener, heads_first)
-    heads = getattr(module, "num_heads", None)
+    heads = heads_of(module)
     entered: list[Watch] = []
 
     def found(**seen: Any) -> None:
         seen |= lengths.pop()
-        report(listener, sink, heads=heads if isinstance(heads, int) else None, **seen)
+        report(listener, sink, heads=heads, **seen)
 
     def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if listener.active:
