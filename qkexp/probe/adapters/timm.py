@@ -34,7 +34,7 @@ WINDOWS = {
     "timm.models.swin_transformer.WindowAttention",
     "timm.models.swin_transformer_v2.WindowAttention",
 }
-SWIN_HIDES = -99.0  # its mask is -100 where a pair belongs to unlike parts of the image
+SWIN_HIDES = -50.0  # its mask is -100 where a pair belongs to unlike parts of the image; a bias may stand on it
 
 
 def _of(model: nn.Module, names: set[str]) -> Iterator[tuple[str, nn.Module]]:

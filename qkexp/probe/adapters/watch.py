@@ -304,7 +304,7 @@ def heads_of(module: nn.Module | None) -> int | None:
 
 def _four(x: Tensor, heads: int | None) -> Tensor:
     """(B, H, N, d): heads stand before the rows, or, where windows stand there, after the images."""
-    if x.dim() > 4 and heads == x.shape[1] != x.shape[-3]:
+    if x.dim() > 4 and heads == x.shape[1]:
         x = x.movedim(1, -3)
     if x.dim() == 3:
         return x.unflatten(0, (-1, heads)) if heads and x.shape[0] % heads == 0 else x.unsqueeze(1)
