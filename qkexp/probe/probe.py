@@ -17,7 +17,8 @@ from qkexp.probe.adapters import ADAPTERS, Adapter, Capture, Sink
 from qkexp.probe.adapters.kernels import Kernels
 from qkexp.probe.check import Coverage, CoverageError, SelfCheckError, self_check
 from qkexp.probe.frame import Frame, Group
-from qkexp.probe.metrics import METRICS, NAMES
+from qkexp.probe.metrics import NAMES
+from qkexp.probe.parts import combine
 from qkexp.probe.rows import CHUNK_BYTES
 from qkexp.probe.stats import layer_stats, raw_norms
 
@@ -339,25 +340,3 @@ def _calls(layers: list[int], captures: Sequence[Capture]) -> Iterator[list[int]
     together = 1 if alone else max(1, CHUNK_BYTES // (4 * B * H * N * captures[0].k.shape[2]))
     for at in range(0, len(layers), together):
         yield layers[at : at + together]
-
-
-def combine(parts: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-    """Micro-batches (metric, layer, head) of so many ``rows`` -> one, by each metric's own reduction.
-
-    What is absent in one part is absent in the whole, as if the parts had been one batch.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    stacked = torch.stack(list(parts))  # (part, metric, layer, head)
-    worst = stacked[:, NAMES.index("max_abs_logit")].argmax(0, keepdim=True)  # NaN counts as the largest
-    share = stacked.new_tensor(rows).view(-1, 1, 1) / sum(rows)
-    out = []
-    for i, metric in enumerate(METRICS):
-        part = stacked[:, i]
-        if metric.shards == "max":
-            out.append(part.amax(0))
-        elif metric.shards == "max_pair":
-            out.append(part.gather(0, worst)[0])
-        else:
-            out.append(part.sum(0) if metric.shards == "sum" else (part * share).sum(0))
-    return torch.stack(out)

@@ -18,8 +18,9 @@ from qkexp import AttentionProbe
 from qkexp.config import AttentionConfig
 from qkexp.model.attention import Attention
 from qkexp.model.vit import attention_layers
+from qkexp.probe.check import CoverageError
 from qkexp.probe.metrics import METRICS, NAMES
-from qkexp.probe.probe import CoverageError, combine
+from qkexp.probe.parts import combine
 
 
 def train(vit, steps, probe=None, *, inside=True):

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from qkexp.probe.adapters.base import Capture, Listener, Sink
 from qkexp.probe.adapters.watch import heads_of, report, sdpa_call
+from qkexp.probe.rows import MASKED
 
 MHA = F.multi_head_attention_forward
 MHA_ARGUMENTS = inspect.signature(MHA)
@@ -75,7 +76,7 @@ class Kernels:
         out = original(*args, **kwargs)
         if self.listener.active and not out.is_nested and (sink := self.instead or self._wanted()) is not None:
             self.calls += 1
-            report(self.listener, sink, heads=self.heads, **sdpa_call(out, *args, **kwargs))
+            report(self.listener, sink, heads=self.heads, **sdpa_call(MASKED, out, *args, **kwargs))
         return out
 
     def _mha(self, original: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -70,7 +70,7 @@ class Watch(TorchFunctionMode):
         out = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name == "scaled_dot_product_attention":
-            call = sdpa_call(out, *args, **kwargs)
+            call = sdpa_call(self.hidden, out, *args, **kwargs)
             self.found(**call, **self._raw(call["q"], call["k"]))
         elif name in PRODUCTS:
             self._product(args[0], args[1], out)
@@ -161,9 +161,8 @@ class Watch(TorchFunctionMode):
             score.shown.append(flat(other > self.hidden, score.now))
             return
         bias, shown = split(other, self.hidden)
-        score.biases.append(flat(bias, score.now))
-        if shown is not None:
-            score.shown.append(flat(shown, score.now))
+        score.biases += [] if bias is None else [flat(bias, score.now)]
+        score.shown += [] if shown is None else [flat(shown, score.now)]
 
     def _hide(self, score: Score, name: str, args: Any, kwargs: Any) -> bool:
         """masked_fill(z, hide, value), z[hide] = value, where(show, z, value)."""
@@ -199,21 +198,26 @@ def spread(x: Tensor, score: Tensor) -> Tensor:
 
 def flat(x: Tensor, score: Tensor) -> Tensor:
     """What broadcasts to a score (..., H, N, M) -> to (B, H, N, M), with the leading axes as one."""
-    if x.dim() < 4:
-        return x
-    if x.dim() == 4:
+    if x.dim() <= 4:
         return x
     lead = score.shape[:-3] if any(n > 1 for n in x.shape[:-3]) else (1,) * (x.dim() - 3)
     return x.expand(*lead, *x.shape[-3:]).flatten(0, -4)
 
 
-def split(additive: Tensor, hidden: float = MASKED) -> tuple[Tensor, Tensor | None]:
-    """What is added to a score -> the finite bias, and which keys are shown; None for all where that is certain."""
+def split(additive: Tensor, hidden: float) -> tuple[Tensor | None, Tensor | None]:
+    """What is added to a score -> the finite bias, and which keys are shown; None for nothing.
+
+    That it is nothing is only known where looking does not wait for a device.
+    """
     shown = additive > hidden
-    return additive.masked_fill(~shown, 0.0), shown
+    bias = additive.masked_fill(~shown, 0.0)
+    if additive.device.type != "cpu":
+        return bias, shown
+    return bias if bias.any() else None, None if shown.all() else shown
 
 
 def sdpa_call(
+    hidden: float,
     output: Tensor,
     query: Tensor,
     key: Tensor,
@@ -229,8 +233,8 @@ def sdpa_call(
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         shown.append(flat(attn_mask.detach(), query))
     elif attn_mask is not None:
-        bias, show = split(flat(attn_mask.detach(), query))
-        biases.append(bias)
+        bias, show = split(flat(attn_mask.detach(), query), hidden)
+        biases += [] if bias is None else [bias]
         shown += [] if show is None else [show]
     if is_causal:
         N, M = query.shape[-2], key.shape[-2]
