@@ -11,10 +11,12 @@ from torch import Tensor
 from qkexp.model.core import per_head, soft_cap
 from qkexp.probe.adapters.base import Capture
 from qkexp.probe.rows import visible
+from qkexp.probe.stats import _full_products as full_products
 from qkexp.probe.stats import spacing
 
 IMAGES = 4  # of a batch are checked: the check keeps all their scores at once
-ULPS = 8.0  # a score may be so many of its dtype's spacings off: q·scale, k and the sum are rounded
+ULPS = 2.0  # a score may be so many of its dtype's spacings off: q·scale, the sum and a bias are rounded
+OUTPUT_ULPS = 8.0  # and an output so many: weights, their sum and the product with v are
 
 
 class CoverageError(RuntimeError):
@@ -52,47 +54,70 @@ def self_check(c: Capture) -> tuple[str | None, str | None]:
 
     Returns:
         (fault, reason): what is wrong, or why nothing can be said; (None, None) where it agrees. The tolerance
-        is what the spacing of the score's dtype at max |z| can do to the output.
+        is what the spacing of the score's dtype at max |z| can do to the output: at worst to one value, and on
+        average to a head's.
     """
     if c.v is None or c.output is None:
         return None, "its output was not captured"
     if c.dropout:
         return None, "attention dropout is active"
-    dtype = max((c.spec.dtype or c.q.dtype, c.output.dtype, c.v.dtype), key=lambda t: torch.finfo(t).eps)
-    with torch.autocast(c.q.device.type, enabled=False):
+    heads = c.q.shape[1]
+    if c.q.shape[0] != c.v.shape[0] or heads % c.k.shape[1] or heads % c.v.shape[1] or c.k.shape[2] != c.v.shape[2]:
+        return f"q {tuple(c.q.shape)}, k {tuple(c.k.shape)} and v {tuple(c.v.shape)} do not fit", None
+    with torch.autocast(c.q.device.type, enabled=False), full_products():
         q, k, v = (x[:IMAGES].float() for x in (c.q, c.k, c.v))
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         if not (q.isfinite().all() and k.isfinite().all() and v.isfinite().all()):
             return None, "q, k or v is not finite"
-        shape = (*q.shape[:3], k.shape[2])
-        z = per_head(c.scale) * (q @ k.transpose(-2, -1))
-        typical = _typical(q, k, c.scale)
-        if c.bias is not None:
-            z = z + _first(c.bias).float()
-        seen = None if c.mask is None else visible(_first(c.mask)).expand(shape)
-        size = (z if seen is None else z.masked_fill(~seen, 0.0)).abs().amax()
-        z = soft_cap(z, c.spec.cap)
-        if seen is not None:
-            z = z.masked_fill(~seen, -math.inf)
-        p = z.softmax(-1).nan_to_num(0.0)  # a row without a key
-        y = p @ v
-        rows = torch.ones(shape[:3], dtype=torch.bool, device=y.device) if seen is None else seen.any(-1)
-        reach = v.abs().amax()
-        if c.finish is not None:
-            y, rows = c.finish(y), rows.all(1)
-            reach = torch.maximum(reach, y.abs().amax())
+        k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+        y, rows, size = _attend(c, q, k, v)
+        y = y if c.finish is None else c.finish(y)
+        rows = rows if c.finish is None else rows.all(1)
         output = c.output[:IMAGES].float()
         if output.shape != y.shape:
             return f"its output has shape {tuple(output.shape)}, the recomputed one {tuple(y.shape)}", None
-        error = (output - y).abs().amax(-1)[rows]
-        rounding = ULPS * spacing(torch.maximum(size, typical), dtype)
-        tolerance = float((2 * rounding.expm1() + ULPS * torch.finfo(dtype).eps) * reach)
-        worst = float(error.amax()) if error.numel() else 0.0
-    if not worst <= tolerance:
-        return f"its output is {worst:.3g} away from the recomputed one (tolerance {tolerance:.3g})", None
-    if tolerance > float(reach):
-        return None, f"scores of {float(size):.3g} in {dtype} are too coarse to check"
+        error = (output - y).masked_fill(~rows.unsqueeze(-1), 0.0)
+        dtype = _precision(c)
+        rounding = spacing(size, dtype)
+        rounded = OUTPUT_ULPS * torch.finfo(dtype).eps
+        reach = torch.maximum(v.abs().amax(), y.abs().amax())
+        worst, bound = error.abs().amax(), (2 * (ULPS * rounding).expm1() + rounded) * reach
+        # over images, rows and width: roundings average out, what was forgotten does not
+        rms = error.square().mean((0, -2, -1)).sqrt().amax()
+        rms_bound = (rounding.expm1() + rounded) * torch.maximum(v.square().mean().sqrt(), y.square().mean().sqrt())
+        found = torch.stack([worst, bound, rms, rms_bound, size, reach]).tolist()
+    worst, bound, rms, rms_bound, size, reach = found
+    if not (worst <= bound and rms <= rms_bound):
+        far = f"{worst:.3g} at most and {rms:.3g} on average (RMS) away from the recomputed one"
+        return f"its output is {far}; its precision explains {bound:.3g} and {rms_bound:.3g}", None
+    if rms_bound > reach:
+        return None, f"scores of {size:.3g} in {dtype} are too coarse to check"
     return None, None
+
+
+def _attend(c: Capture, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, H, N, d_v) recomputed; (B, H, N) rows with a key; and how large scores, or the terms they sum, are."""
+    shape = (*q.shape[:3], k.shape[2])
+    z = per_head(c.scale) * (q @ k.transpose(-2, -1))
+    z = z if c.bias is None else z + _first(c.bias).float()
+    seen = None if c.mask is None else visible(_first(c.mask)).expand(shape)
+    size = (z if seen is None else z.masked_fill(~seen, 0.0)).abs().amax()
+    capped = soft_cap(z, c.spec.cap)
+    if seen is None:
+        rows = torch.ones(shape[:3], dtype=torch.bool, device=q.device)
+    else:
+        rows, capped = seen.any(-1), capped.masked_fill(~seen, -math.inf)
+    p = capped.softmax(-1).masked_fill(~rows.unsqueeze(-1), 0.0)
+    return p @ v, rows, torch.maximum(size, _typical(q, k, c.scale))
+
+
+def _precision(c: Capture) -> torch.dtype:
+    """The coarsest type that score, weights or output went through."""
+    assert c.v is not None
+    assert c.output is not None
+    dtypes = [c.spec.dtype or c.q.dtype, c.output.dtype, c.v.dtype]
+    reduced = {"high": torch.float16, "medium": torch.bfloat16}.get(torch.get_float32_matmul_precision())
+    dtypes += [reduced] if reduced is not None else []  # TF32 has the mantissa of FP16
+    return max(dtypes, key=lambda t: torch.finfo(t).eps)
 
 
 def _typical(q: Tensor, k: Tensor, scale: float | Tensor) -> Tensor:

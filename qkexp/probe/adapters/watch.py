@@ -95,6 +95,7 @@ class Watch(TorchFunctionMode):
                 cap=score.cap,
                 output=out,
                 dropout=score.dropout,
+                heads=score.now.shape[-3] if score.now.dim() > 3 else None,
                 **self._raw(score.q, score.k),
             )
         elif a.dim() >= 3 and b.dim() == a.dim():
@@ -156,11 +157,10 @@ class Watch(TorchFunctionMode):
             other = torch.full((1, 1), float(other), device=score.now.device)
         elif other.dim() and other.shape[-1] == 1 < score.now.shape[-1]:
             return  # the same for all keys of a row, as a subtracted maximum: softmax does not see it
-        other = spread(other, score.now)
-        if isinstance(other, Tensor) and other.untyped_storage().data_ptr() in self.masks:
+        if other.untyped_storage().data_ptr() in self.masks:
             score.shown.append(flat(other > self.hidden, score.now))
             return
-        bias, shown = split(other, self.hidden)
+        bias, shown = split(other.detach(), self.hidden)
         score.biases += [] if bias is None else [flat(bias, score.now)]
         score.shown += [] if shown is None else [flat(shown, score.now)]
 
@@ -175,7 +175,7 @@ class Watch(TorchFunctionMode):
         value = value.item() if isinstance(value, Tensor) and value.device.type == "cpu" and not value.dim() else value
         if show is None or not isinstance(value, float | int) or value > self.hidden:
             return False
-        score.shown.append(flat(spread(show, score.now), score.now))
+        score.shown.append(flat(show, score.now))
         return True
 
 
@@ -198,6 +198,7 @@ def spread(x: Tensor, score: Tensor) -> Tensor:
 
 def flat(x: Tensor, score: Tensor) -> Tensor:
     """What broadcasts to a score (..., H, N, M) -> to (B, H, N, M), with the leading axes as one."""
+    x = spread(x, score)
     if x.dim() <= 4:
         return x
     lead = score.shape[:-3] if any(n > 1 for n in x.shape[:-3]) else (1,) * (x.dim() - 3)
@@ -231,11 +232,11 @@ def sdpa_call(
     """A call of ``F.scaled_dot_product_attention`` in the terms of :func:`report`."""
     biases, shown = [], []
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        shown.append(flat(attn_mask.detach(), query))
+        shown.append(flat(attn_mask, query))
     elif attn_mask is not None:
-        bias, show = split(flat(attn_mask.detach(), query), hidden)
-        biases += [] if bias is None else [bias]
-        shown += [] if show is None else [show]
+        bias, show = split(attn_mask.detach(), hidden)
+        biases += [] if bias is None else [flat(bias, query)]
+        shown += [] if show is None else [flat(show, query)]
     if is_causal:
         N, M = query.shape[-2], key.shape[-2]
         shown.append(torch.ones(N, M, dtype=torch.bool, device=query.device).tril())
@@ -363,8 +364,8 @@ def watch(
     entered: list[Watch] = []
 
     def found(**seen: Any) -> None:
-        seen |= lengths.pop()
-        report(listener, sink, heads=heads, **seen)
+        seen["heads"] = heads or seen.get("heads")
+        report(listener, sink, **seen | lengths.pop())
 
     def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if listener.active:
