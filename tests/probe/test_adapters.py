@@ -51,6 +51,7 @@ class WrittenOut(nn.Module):
     def __init__(self, how="scaled first"):
         super().__init__()
         self.qkv, self.proj, self.how = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), how
+        self.bias = nn.Parameter(torch.randn(H, 17, 17))
         self.register_buffer("mask", torch.ones(17, 17).tril() == 0)
         self.temperature = nn.Parameter(torch.tensor([3.0, 5.0, 7.0]).view(H, 1, 1))
         self.drop = nn.Dropout(0.0)
@@ -67,6 +68,10 @@ class WrittenOut(nn.Module):
         elif self.how == "capped":
             z = q @ k.transpose(-2, -1) * D**-0.5
             p = torch.softmax(torch.tanh(z / 2.0) * 2.0, -1)
+        elif self.how == "einsum, biased":
+            z = torch.einsum("b h i d, b h j d -> b h i j", q, k) * 0.5
+            z = torch.where(~self.mask, z + self.bias, torch.finfo(z.dtype).min)
+            return self.proj(torch.einsum("b h i j, b h j d -> b h i d", z.softmax(-1), v).transpose(1, 2).flatten(2))
         elif self.how == "cosine":
             z = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
             p = (z * self.temperature).softmax(-1)
@@ -127,7 +132,7 @@ def test_any_module_that_calls_pytorchs_function_is_discovered(reference, x, key
         check(probe, reference, layer, q, k, kwargs.get("scale", D**-0.5), mask=mask)
 
 
-@pytest.mark.parametrize("how", ["scaled first", "masked_fill", "capped", "cosine", "one axis"])
+@pytest.mark.parametrize("how", ["scaled first", "masked_fill", "capped", "einsum, biased", "cosine", "one axis"])
 def test_attention_that_is_written_out_is_followed_to_its_softmax(reference, x, how):
     model = Model(WrittenOut(how))
     model.blocks[0].qkv.weight.data *= 3
@@ -139,6 +144,8 @@ def test_attention_that_is_written_out_is_followed_to_its_softmax(reference, x, 
         kwargs["mask"] = ~model.blocks[0].mask
     elif how == "capped":
         kwargs["cap"] = 2.0
+    elif how == "einsum, biased":
+        scale, kwargs = 0.5, {"bias": model.blocks[0].bias.detach(), "mask": ~model.blocks[0].mask}
     elif how == "cosine":
         raw = q, k
         q, k, scale = F.normalize(q, dim=-1), F.normalize(k, dim=-1), torch.tensor([3.0, 5.0, 7.0])
@@ -146,6 +153,51 @@ def test_attention_that_is_written_out_is_followed_to_its_softmax(reference, x, 
         for name, t in zip(("q", "k"), raw, strict=True):
             np.testing.assert_allclose(found[f"{name}_norm_mean"], t.detach().norm(dim=-1).mean((0, 2)), rtol=1e-5)
     check(probe, reference, 0, q, k, scale, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        lambda z: z.softmax(-2),
+        lambda z: (z * torch.rand(17, 17)).softmax(-1),
+        lambda z: (torch.tanh(z) + torch.rand(17, 17)).softmax(-1),
+        lambda z: torch.tanh(z.masked_fill(torch.rand(17, 17) > 0.5, -math.inf)).softmax(-1),
+        lambda z: z.roll(1, -1).softmax(-1),
+    ],
+    ids=[
+        "softmax over queries",
+        "factor a pair",
+        "bias on a capped score",
+        "cap on a masked score",
+        "unknown function",
+    ],
+)
+def test_a_score_that_cannot_be_told_is_not_measured_wrongly(x, lost):
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+        def forward(self, x):
+            q, k, v = (heads(t) for t in self.qkv(x).chunk(3, -1))
+            return (lost(q @ k.transpose(-2, -1)) @ v).transpose(1, 2).flatten(2)
+
+    with pytest.warns(UserWarning, match=r"blocks\.0 \(Attention\)"):
+        probed(Model(Attention(), WrittenOut()), x)
+
+
+def test_two_probes_at_once_do_not_see_each_other():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(48, 4, 96, batch_first=True), 2).eval()
+    model = Model(model, WrittenOut(), Called())
+    one, other, alone = (AttentionProbe(model) for _ in range(3))
+    x = torch.randn(2, 17, WIDTH)
+    with torch.no_grad():
+        with one.step(0), other.step(0):
+            model(x)
+        with alone.step(0):
+            model(x)
+    assert one.frame.to_pandas().equals(alone.frame.to_pandas())
+    assert other.frame.to_pandas().equals(alone.frame.to_pandas())
 
 
 def test_raw_lengths_are_those_before_the_norm(x):
@@ -219,7 +271,8 @@ class Secret(nn.Module):
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
 
     def attend(self, q, k, v):
-        return torch.einsum("bhnm,bhmd->bhnd", torch.einsum("bhnd,bhmd->bhnm", q, k).div(4.0).softmax(-1), v)
+        weights = (q @ k.transpose(-2, -1) / 4.0).exp()
+        return weights / weights.sum(-1, keepdim=True) @ v
 
     def forward(self, x):
         self.core = q, k, v = [heads(t) for t in self.qkv(x).chunk(3, -1)]

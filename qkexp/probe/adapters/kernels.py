@@ -33,6 +33,8 @@ class Kernels:
     ``inside``: the call was made by ``F.multi_head_attention_forward``, where a :class:`Watch` does not look.
     """
 
+    referring = False  # a reference is being computed, by whichever probe: it is no attention of a model
+
     def __init__(self, listener: Listener, sink_of: Callable[[nn.Module, bool], Sink | None]):
         self.listener, self.sink_of = listener, sink_of
         self.calls = 0  # of scaled_dot_product_attention that were handed on
@@ -45,12 +47,11 @@ class Kernels:
             torch._native_multi_head_attention: self._native_mha,
             torch._transformer_encoder_layer_fwd: self._native_layer,
         }
-        self.places: list[tuple[dict[str, Any], str, Callable]] | None = None
+        self.places = list(places(self.wrappers))  # now: within a step of another probe they hold its wrappers
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """The functions are wrapped inside."""
-        self.places = list(places(self.wrappers)) if self.places is None else self.places
         changed = []
         try:
             for holder, name, function in self.places:
@@ -74,7 +75,8 @@ class Kernels:
 
     def _sdpa(self, original: Callable, *args: Any, **kwargs: Any) -> Tensor:
         out = original(*args, **kwargs)
-        if self.listener.active and not out.is_nested and (sink := self.instead or self._wanted()) is not None:
+        sink = self.instead if Kernels.referring else self._wanted() if self.listener.active else None
+        if sink is not None and not out.is_nested:
             self.calls += 1
             report(self.listener, sink, heads=self.heads, **sdpa_call(MASKED, out, *args, **kwargs))
         return out
@@ -86,7 +88,7 @@ class Kernels:
             out = original(*args, **kwargs)
         finally:
             self.inside = inside
-        if self.listener.active and self.instead is None and self.calls == calls:  # need_weights: scores written out
+        if self.listener.active and not Kernels.referring and self.calls == calls:  # need_weights: scores written out
             sink = self._wanted(inside=True)
             if sink is not None:
                 given = MHA_ARGUMENTS.bind(*args, **kwargs).arguments
@@ -130,11 +132,11 @@ class Kernels:
         """
         given = {**given, "need_weights": False, "training": False}
         taken: list[Capture] = []
-        self.instead = taken.append
+        self.instead, Kernels.referring = taken.append, True
         try:
             MHA(**given)
         finally:
-            self.instead = None
+            self.instead, Kernels.referring = None, False
         weight, bias = given["out_proj_weight"].clone(), given["out_proj_bias"]
         bias = None if bias is None else bias.clone()
         for capture in taken:

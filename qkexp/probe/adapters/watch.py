@@ -1,15 +1,14 @@
 """Follows a score through a module's own forward pass: from q·k over scale, bias, mask and cap to the output.
 
 A :class:`Watch` sees the torch functions that are called while it is entered, and changes none of them. It
-recognises a call of ``F.scaled_dot_product_attention``, and scores written out: a product of two activations,
-what multiplies it, what is added to it, a softmax, and the product of the weights with v. What it does not
-recognise it does not follow; then the layer did not fire, and is named.
+recognises a call of ``F.scaled_dot_product_attention``, and scores written out (:mod:`.score`): a product of two
+activations, what multiplies it, what is added to it, a softmax, and the product of the weights with v. What it
+does not recognise it does not follow; then the layer did not fire, and is named.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,35 +18,11 @@ from torch.utils.hooks import RemovableHandle
 
 from qkexp.model.core import Scale, ScoreSpec
 from qkexp.probe.adapters.base import Capture, Hook, Listener, Sink, frozen
+from qkexp.probe.adapters.score import DIVIDED, TIMES, Lost, Score, einsum_product, flat, split
 from qkexp.probe.rows import MASKED
 from qkexp.probe.stats import vector_norms
 
 PRODUCTS = {"matmul", "__matmul__", "bmm"}
-TIMES = {"mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply"}
-DIVIDED = {"div", "__truediv__", "div_", "__itruediv__", "true_divide", "divide"}
-PLUS = {"add", "__add__", "__radd__", "add_", "__iadd__"}
-MINUS = {"sub", "__sub__", "sub_", "__isub__", "subtract"}
-HIDING = {"masked_fill", "masked_fill_", "__setitem__", "where"}
-SAME = {
-    "view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "contiguous", "clone",
-    "to", "type", "type_as", "float", "half", "bfloat16",
-}  # fmt: skip
-
-
-@dataclass
-class Score:
-    """A score on its way to the softmax, and its weights on theirs to v."""
-
-    q: Tensor
-    k: Tensor
-    now: Tensor  # what the score has become
-    factors: list[float | Tensor]
-    biases: list[Tensor] = field(default_factory=list)
-    shown: list[Tensor] = field(default_factory=list)  # bool, True where a key may be attended to
-    cap: float | None = None
-    squashed: bool = False  # between tanh and the factor that undoes its division
-    weights: bool = False  # past the softmax
-    dropout: bool = False
 
 
 class Watch(TorchFunctionMode):
@@ -60,27 +35,33 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.found, self.hidden = found, hidden
         self.masks = {m.untyped_storage().data_ptr() for m in masks}
-        self.scores: dict[int, Score] = {}
-        # outputs of a function that a product may be made of -> (output, kept alive so that its id is its own; input)
-        self.scaled: dict[int, tuple[Tensor, Tensor, float | Tensor]] = {}
+        self.scores: dict[int, Score] = {}  # by the id of what they have become, which they keep alive
+        # what q and k were before they were scaled or normalised: id of the output -> (output, input, factor)
+        self.scaled: dict[int, tuple[Tensor, Tensor, float]] = {}
         self.normalized: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
+        self._see(getattr(func, "__name__", ""), args, kwargs, out)
+        return out
+
+    def _see(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
         if name == "scaled_dot_product_attention":
             call = sdpa_call(self.hidden, out, *args, **kwargs)
             self.found(**call, **self._raw(call["q"], call["k"]))
-        elif name in PRODUCTS:
+        elif name in PRODUCTS and len(args) > 1:
             self._product(args[0], args[1], out)
-        elif name == "normalize" and isinstance(out, Tensor):
+        elif name == "einsum" and len(args) == 3 and isinstance(args[0], str):
+            kind = einsum_product(args[0])
+            if kind is not None:
+                self._product(args[1], args[2].transpose(-2, -1) if kind == "scores" else args[2], out)
+        elif name == "normalize" and args and isinstance(out, Tensor):
             self.normalized[id(out)] = out, args[0]
-        elif args and (place := next((i for i, a in enumerate(args[:3]) if id(a) in self.scores), None)) is not None:
+        elif (place := next((i for i, a in enumerate(args[:3]) if id(a) in self.scores), None)) is not None:
             self._follow(name, place, args, kwargs, out)
-        elif name in TIMES and isinstance(args[0], Tensor) and isinstance(args[1], float):
-            self.scaled[id(out)] = out, args[0], args[1]
-        return out
+        elif name in TIMES | DIVIDED and len(args) > 1 and isinstance(args[1], float) and out is not args[0]:
+            self.scaled[id(out)] = out, args[0], args[1] if name in TIMES else 1.0 / args[1]
 
     def _product(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         score = self.scores.pop(id(a), None)
@@ -89,132 +70,39 @@ class Watch(TorchFunctionMode):
                 q=score.q,
                 k=score.k,
                 v=b,
-                scale=_product_of(score.factors),
+                scale=score.scale(),
                 biases=score.biases,
                 shown=score.shown,
                 cap=score.cap,
                 output=out,
                 dropout=score.dropout,
-                heads=score.now.shape[-3] if score.now.dim() > 3 else None,
+                heads=score.heads,
                 **self._raw(score.q, score.k),
             )
         elif a.dim() >= 3 and b.dim() == a.dim():
             _, q, factor = self.scaled.get(id(a), (a, a, 1.0))
-            k = b.transpose(-2, -1)
-            base = self._transposed(b)
-            self.scores[id(out)] = Score(q, k if base is None else base, out, [factor])
-
-    def _transposed(self, b: Tensor) -> Tensor | None:
-        """The normalised k of which b is the transpose, as the object that it was."""
-        return next((o for o, _ in self.normalized.values() if _same_memory(o, b)), None)
+            # the normalised k of which b is the transpose, as the object that it was
+            k = next((k for k, _ in self.normalized.values() if _same_memory(k, b)), b.transpose(-2, -1))
+            self.scores[id(out)] = Score(q, k, out, self.hidden, self.masks, [factor])
 
     def _raw(self, q: Tensor, k: Tensor) -> dict[str, Tensor | None]:
         """What q and k were before ``F.normalize``."""
         return {"q_raw": self.normalized.get(id(q), (q, None))[1], "k_raw": self.normalized.get(id(k), (k, None))[1]}
 
     def _follow(self, name: str, place: int, args: Any, kwargs: Any, out: Any) -> None:
-        """A function was called with a score; where it is known, the score has become its output."""
         score = self.scores[id(args[place])]
-        other = args[1 - place] if len(args) > 1 and place < 2 else kwargs.get("other")
-        if name in SAME and place == 0:
-            pass
-        elif score.weights and name == "dropout":
-            given = {"p": 0.5, "training": True} | dict(zip(("p", "training"), args[1:], strict=False)) | kwargs
-            score.dropout |= bool(given["training"] and given["p"] > 0)
-        elif score.weights:
+        try:
+            followed = score.follow(name, place, args, kwargs, out)
+        except Lost:
+            del self.scores[id(args[place])]
             return
-        elif name == "softmax":
-            score.weights = True
-        elif name in TIMES and other is not None:
-            self._scale(score, other)
-        elif name in DIVIDED and place == 0 and other is not None:
-            self._scale(score, 1.0 / other)
-        elif name in PLUS | MINUS and other is not None and not kwargs.get("alpha"):
-            if name in MINUS and place == 1:
-                return
-            self._add(score, -other if name in MINUS else other)
-        elif name == "tanh" and not score.biases:
-            score.squashed = True
-        elif name in HIDING and not self._hide(score, name, args, kwargs):
-            return
-        if name == "__setitem__":  # in place, and returns nothing
-            return
-        if name in PLUS | MINUS | TIMES | DIVIDED | HIDING | SAME | {"softmax", "tanh", "dropout"}:
-            del self.scores[id(score.now)]
-            score.now = out
+        if followed and isinstance(out, Tensor):  # z[hide] = value returns nothing
+            del self.scores[id(args[place])]
             self.scores[id(out)] = score
-
-    def _scale(self, score: Score, factor: float | Tensor) -> None:
-        if score.squashed:  # cap · tanh(z / cap): the division is undone
-            assert not isinstance(factor, Tensor)
-            score.cap, score.squashed = float(factor), False
-        else:
-            score.biases = [b * factor for b in score.biases]
-        score.factors.append(factor)
-
-    def _add(self, score: Score, other: float | Tensor) -> None:
-        if not isinstance(other, Tensor):
-            other = torch.full((1, 1), float(other), device=score.now.device)
-        elif other.dim() and other.shape[-1] == 1 < score.now.shape[-1]:
-            return  # the same for all keys of a row, as a subtracted maximum: softmax does not see it
-        if other.untyped_storage().data_ptr() in self.masks:
-            score.shown.append(flat(other > self.hidden, score.now))
-            return
-        bias, shown = split(other.detach(), self.hidden)
-        score.biases += [] if bias is None else [flat(bias, score.now)]
-        score.shown += [] if shown is None else [flat(shown, score.now)]
-
-    def _hide(self, score: Score, name: str, args: Any, kwargs: Any) -> bool:
-        """masked_fill(z, hide, value), z[hide] = value, where(show, z, value)."""
-        if name == "where":
-            show, value = args[0], args[2] if len(args) > 2 else None
-        elif len(args) == 3:
-            show, value = ~args[1] if isinstance(args[1], Tensor) and args[1].dtype == torch.bool else None, args[2]
-        else:
-            show, value = ~kwargs["mask"] if "mask" in kwargs else ~args[1], kwargs.get("value")
-        value = value.item() if isinstance(value, Tensor) and value.device.type == "cpu" and not value.dim() else value
-        if show is None or not isinstance(value, float | int) or value > self.hidden:
-            return False
-        score.shown.append(flat(show, score.now))
-        return True
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.numel() == b.numel()
-
-
-def _product_of(factors: list[float | Tensor]) -> Scale:
-    """All that multiplies q·k, as a number or (H,); what was squashed and undone cancels."""
-    out: float | Tensor = 1.0
-    for factor in factors:
-        out = out * (frozen(factor).flatten().float() if isinstance(factor, Tensor) else factor)
-    return out
-
-
-def spread(x: Tensor, score: Tensor) -> Tensor:
-    """A tensor that broadcasts to a score, with as many axes."""
-    return x.detach().reshape((1,) * (score.dim() - x.dim()) + x.shape)
-
-
-def flat(x: Tensor, score: Tensor) -> Tensor:
-    """What broadcasts to a score (..., H, N, M) -> to (B, H, N, M), with the leading axes as one."""
-    x = spread(x, score)
-    if x.dim() <= 4:
-        return x
-    lead = score.shape[:-3] if any(n > 1 for n in x.shape[:-3]) else (1,) * (x.dim() - 3)
-    return x.expand(*lead, *x.shape[-3:]).flatten(0, -4)
-
-
-def split(additive: Tensor, hidden: float) -> tuple[Tensor | None, Tensor | None]:
-    """What is added to a score -> the finite bias, and which keys are shown; None for nothing.
-
-    That it is nothing is only known where looking does not wait for a device.
-    """
-    shown = additive > hidden
-    bias = additive.masked_fill(~shown, 0.0)
-    if additive.device.type != "cpu":
-        return bias, shown
-    return bias if bias.any() else None, None if shown.all() else shown
 
 
 def sdpa_call(
