@@ -107,7 +107,7 @@ def test_memory_does_not_grow(make_vit, images):
         probe.frame.scalars()
         if step in (9, 299):
             counts.append(alive())
-    assert counts[0] == counts[1]
+    assert all(late <= early for early, late in zip(*counts, strict=True))  # what other tests left may go
 
 
 def test_nothing_of_the_graph_is_kept(make_vit, images):
