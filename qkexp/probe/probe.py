@@ -175,7 +175,7 @@ class AttentionProbe:
         self.active = True
         self.checking = not all(layer.checked for layer in self._layers) or self.coverage is None
         with ExitStack() as stack:
-            if self.coverage is None or not (self._in_graph and all(layer.in_graph for layer in self._layers)):
+            if self.coverage is None or not self._graphs():
                 stack.enter_context(_eager())
                 stack.enter_context(self._kernels.listening())
             for layer in self._layers:
@@ -183,6 +183,10 @@ class AttentionProbe:
                     for handle in layer.adapter.attach(layer.module, self, layer.captures.append):
                         stack.callback(handle.remove)
             yield
+
+    def _graphs(self) -> bool:
+        """Whether probed steps may run compiled: every layer's hooks stand on it and can be compiled."""
+        return self._in_graph and all(layer.in_graph for layer in self._layers)
 
     def _forget(self) -> None:
         self.active = self.checking = False
@@ -204,6 +208,13 @@ class AttentionProbe:
                 f"{len(silent)} of {len(self._layers)} attention layers did not fire in this step: "
                 f"{', '.join(silent)}; they may be unused, called as module.forward(x), belong to a copy of the model, "
                 "or have been compiled before the probe was attached"
+            )
+        if silent and self._graphs() and "torch._dynamo" in sys.modules:  # no forward pass, or one without our hooks
+            self._in_graph = False
+            warnings.warn(
+                "no attention layer fired in this step. If the model was compiled before the probe was attached, "
+                "its graph has no hooks: probed steps run in eager mode from now on",
+                stacklevel=5,
             )
         for layer in self._layers:
             if any(c.overwritten() for c in layer.captures):

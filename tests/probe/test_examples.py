@@ -30,6 +30,7 @@ def test_the_adapter_of_the_documentation_runs():
 
     page = (EXAMPLES.parent / "probe.md").read_text()
     code = page.split("```python")[-1].split("```")[0]
+
     class MyAttention(nn.Module):
         def __init__(self):
             super().__init__()

@@ -106,6 +106,17 @@ def test_this_projects_vit_that_was_compiled_before_is_measured_when_the_probe_i
         same(frame_of(probe, lambda: compiled(images), step), eager)
 
 
+def test_a_graph_without_our_hooks_is_noticed(fresh_compiler, make_vit, images):
+    model = make_vit("attention=l2", "model.depth=2")
+    compiled = torch.compile(model, backend="eager")
+    compiled(images)
+    probe = AttentionProbe(model)  # which cannot know
+    eager = frame_of(probe, lambda: compiled(images))
+    with pytest.warns(UserWarning, match="compiled before the probe"), probe.step(1):
+        compiled(images)
+    same(frame_of(probe, lambda: compiled(images), 2), eager)
+
+
 # ---------------------------------------------------------------- recomputed, accumulated, evaluated
 
 

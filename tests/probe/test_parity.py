@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torchvision
 from timm.models.vision_transformer import ParallelScalingBlock, ResPostBlock
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -142,6 +143,22 @@ def test_attn_drop_sees_the_weights_that_the_probe_measures():
     with probe.step(1):
         model(torch.randn(2, 3, 32, 32))
     assert all(layer.checked for layer in probe._layers)  # done when it can be
+
+
+@pytest.mark.parametrize("version", ["ShiftedWindowAttention", "ShiftedWindowAttentionV2"])
+def test_torchvisions_swin_shows_the_weights_that_it_computes(version, record_property):
+    torch.manual_seed(0)
+    module = getattr(torchvision.models.swin_transformer, version)
+    model = sharpen(nn.Sequential(*(module(24, [4, 4], [s, s], 2) for s in (0, 2)))).eval()
+    x = torch.randn(2, 8, 8, 24)
+    probe = AttentionProbe(model)
+    with probe.step(0):
+        model(x)
+    assert probe.coverage.checked == ("0", "1")
+    weights = own_weights(model, x)
+    record_property("largest_difference", compare(probe, weights))
+    assert (weights[1] < 1e-40).any()  # shifted windows hide pairs
+    assert probe.frame.to_pandas()["max_abs_logit"].max() < 50
 
 
 # ---------------------------------------------------------------- nn.MultiheadAttention

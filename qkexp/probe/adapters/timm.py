@@ -5,8 +5,6 @@
 - ``ParallelScalingBlock``: the same, of a block that is its own attention.
 - BEiT's ``Attention``, ``RelPosAttention``: the relative position bias is the bias.
 - ``AttentionPoolLatent``: as many queries as ``latent_len``, whatever the image.
-- Swin's ``WindowAttention``: windows count as images; relative position bias; -100 in a shifted window's mask hides.
-- Swin V2's: the same, and q̂, k̂ have length 1, and the scale is exp of the clamped temperature, one a head.
 
 The fused path ignores ``attn.scale``: what counts is what the call was given.
 """
@@ -30,15 +28,6 @@ PLAIN = {
     "timm.layers.attention_pool.AttentionPoolLatent",
 }
 PARALLEL = {"timm.models.vision_transformer.ParallelScalingBlock"}
-WINDOWS = {
-    "timm.models.swin_transformer.WindowAttention",
-    "timm.models.swin_transformer_v2.WindowAttention",
-}
-SWIN_HIDES = -50.0  # its mask is -100 where a pair belongs to unlike parts of the image; a bias may stand on it
-
-
-def _of(model: nn.Module, names: set[str]) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, m) for name, m in model.named_modules() if kind(m) & names)
 
 
 class TimmAdapter:
@@ -46,20 +35,8 @@ class TimmAdapter:
 
     @staticmethod
     def find(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        return _of(model, PLAIN | PARALLEL)
+        return ((name, m) for name, m in model.named_modules() if kind(m) & (PLAIN | PARALLEL))
 
     @staticmethod
     def attach(module: nn.Module, listener: Listener, sink: Sink) -> list[RemovableHandle]:
         return watch(module, listener, sink, heads_first=not kind(module) & PARALLEL)
-
-
-class TimmWindowAdapter:
-    """Swin and Swin V2."""
-
-    @staticmethod
-    def find(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        return _of(model, WINDOWS)
-
-    @staticmethod
-    def attach(module: nn.Module, listener: Listener, sink: Sink) -> list[RemovableHandle]:
-        return watch(module, listener, sink, hidden=SWIN_HIDES, masks=["mask"])
