@@ -105,7 +105,8 @@ def _attend(c: Capture, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     if seen is None:
         rows = torch.ones(shape[:3], dtype=torch.bool, device=q.device)
     else:
-        rows, capped = seen.any(-1), capped.masked_fill(~seen, -math.inf)
+        rows = seen.any(-1)
+        capped = torch.where(seen, capped, -math.inf if c.hiding is None else capped + c.hiding)
     p = capped.softmax(-1).masked_fill(~rows.unsqueeze(-1), 0.0)
     return p @ v, rows, torch.maximum(size, _typical(q, k, c.scale))
 

@@ -367,6 +367,21 @@ def test_attention_that_no_adapter_knows_is_named(x):
         probed(Model(Secret()), x)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_swin_whose_mask_leaks_is_no_fault_of_an_adapter(fused):
+    """Beyond scores of 100 a hidden pair outweighs the others: the check knows what the model really adds."""
+    torch.manual_seed(0)
+    kwargs = {"img_size": 32, "window_size": 4, "depths": (2, 2), "num_heads": (2, 4), "embed_dim": 24}
+    model = timm.create_model("swin_tiny_patch4_window7_224", **kwargs).eval()
+    for m in model.modules():
+        if hasattr(m, "qkv"):
+            m.qkv.weight.data *= 60
+            m.fused_attn = fused
+    probe = probed(model, torch.randn(2, 3, 32, 32))
+    assert probe.frame.to_pandas()["max_abs_logit"].max() > 200
+    assert len(probe.coverage.checked) == 4
+
+
 def test_dropped_weights_are_measured_and_not_checked(x):
     model = Model(WrittenOut())
     model.blocks[0].drop.p = 0.5

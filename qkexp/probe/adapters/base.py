@@ -34,6 +34,7 @@ class Capture:
     v: Tensor | None = None  # (B, H_k, M, d_v)
     output: Tensor | None = None  # what the module made of p·v
     finish: Callable[[Tensor], Tensor] | None = None  # (B, H, N, d_v) float32 -> as ``output``; None: as it is
+    hiding: float | None = None  # what is added to a pair that ``mask`` hides; None: it has no weight at all
     dropout: bool = False  # weights were dropped: the output cannot be recomputed
     versions: tuple[int, int] | None = field(init=False)
 

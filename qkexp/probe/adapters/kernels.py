@@ -21,7 +21,6 @@ from torch.nn import functional as F
 
 from qkexp.probe.adapters.base import Capture, Listener, Sink
 from qkexp.probe.adapters.watch import heads_of, report, sdpa_call
-from qkexp.probe.rows import MASKED
 
 MHA = F.multi_head_attention_forward
 MHA_ARGUMENTS = inspect.signature(MHA)
@@ -78,7 +77,7 @@ class Kernels:
         sink = self.instead if Kernels.referring else self._wanted() if self.listener.active else None
         if sink is not None and not out.is_nested:
             self.calls += 1
-            report(self.listener, sink, heads=self.heads, **sdpa_call(MASKED, out, *args, **kwargs))
+            report(self.listener, sink, heads=self.heads, **sdpa_call(None, out, *args, **kwargs))
         return out
 
     def _mha(self, original: Callable, *args: Any, **kwargs: Any) -> Any:

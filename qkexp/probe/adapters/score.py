@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qkexp.model.core import Scale
 from qkexp.probe.adapters.base import frozen
+from qkexp.probe.rows import MASKED
 
 TIMES = {"mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply"}
 DIVIDED = {"div", "__truediv__", "div_", "__itruediv__", "true_divide", "divide"}
@@ -37,7 +38,7 @@ class Score:
     q: Tensor
     k: Tensor
     now: Tensor  # what the product has become
-    hidden: float  # what is added to a hidden pair, or less
+    hiding: float | None  # as :func:`split` takes it
     masks: set[int] = field(default_factory=set)  # storages of tensors that only hide
     factors: list[float | Tensor] = field(default_factory=list)
     biases: list[Tensor] = field(default_factory=list)
@@ -111,9 +112,9 @@ class Score:
         elif other.dim() and other.shape[-1] == 1 < self.now.shape[-1]:
             return True  # the same for all keys of a row, as a subtracted maximum: softmax does not see it
         if other.untyped_storage().data_ptr() in self.masks:
-            self.shown.append(flat(other > self.hidden, self.now))
+            self.shown.append(flat(other > threshold(self.hiding), self.now))
             return True
-        bias, shown = split(other.detach(), self.hidden)
+        bias, shown = split(other.detach(), self.hiding)
         if bias is not None and (self.squashed or self.cap is not None):
             raise Lost  # a bias on a capped score
         self.biases += [] if bias is None else [flat(bias, self.now)]
@@ -128,7 +129,7 @@ class Score:
 
     def _hide(self, show: Any, value: Any) -> bool:
         value = value.item() if isinstance(value, Tensor) and value.device.type == "cpu" and not value.dim() else value
-        if not isinstance(show, Tensor) or not isinstance(value, float | int) or value > self.hidden:
+        if not isinstance(show, Tensor) or not isinstance(value, float | int) or value > threshold(self.hiding):
             raise Lost
         self.shown.append(flat(show, self.now))
         return True
@@ -159,13 +160,19 @@ def flat(x: Tensor, score: Tensor) -> Tensor:
     return x.expand(*lead, *x.shape[-3:]).flatten(0, -4)
 
 
-def split(additive: Tensor, hidden: float) -> tuple[Tensor | None, Tensor | None]:
+def threshold(hiding: float | None) -> float:
+    """What is added to a pair, up to which it is hidden: half of ``hiding``, as a bias may stand on it."""
+    return MASKED if hiding is None else hiding / 2
+
+
+def split(additive: Tensor, hiding: float | None) -> tuple[Tensor | None, Tensor | None]:
     """What is added to a score -> the finite bias, and which keys are shown; None for nothing.
 
-    That it is nothing is only known where looking does not wait for a device.
+    ``hiding``: the number that a model adds to hide a pair, where it is small; None for -1e4 and below. That
+    bias or mask are nothing is only known where looking does not wait for a device.
     """
-    shown = additive > hidden
-    bias = additive.masked_fill(~shown, 0.0)
+    shown = additive > threshold(hiding)
+    bias = additive.masked_fill(~shown, 0.0) if hiding is None else torch.where(shown, additive, additive - hiding)
     if additive.device.type != "cpu":
         return bias, shown
     return bias if bias.any() else None, None if shown.all() else shown

@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 from qkexp.model.core import Scale, ScoreSpec
 from qkexp.probe.adapters.base import Capture, Hook, Listener, Sink, frozen
 from qkexp.probe.adapters.score import DIVIDED, TIMES, Lost, Score, einsum_product, flat, split
-from qkexp.probe.rows import MASKED
 from qkexp.probe.stats import vector_norms
 
 PRODUCTS = {"matmul", "__matmul__", "bmm"}
@@ -28,12 +27,12 @@ PRODUCTS = {"matmul", "__matmul__", "bmm"}
 class Watch(TorchFunctionMode):
     """Hands each attention that is computed while it is entered to ``found``.
 
-    ``masks`` are tensors that only hide: 0 shows a key, ``hidden`` and below hides it.
+    ``masks`` are tensors that only hide; ``hiding`` is what they add, where it is a small number.
     """
 
-    def __init__(self, found: Callable[..., None], hidden: float = MASKED, masks: Sequence[Tensor] = ()):
+    def __init__(self, found: Callable[..., None], hiding: float | None = None, masks: Sequence[Tensor] = ()):
         super().__init__()
-        self.found, self.hidden = found, hidden
+        self.found, self.hiding = found, hiding
         self.masks = {m.untyped_storage().data_ptr() for m in masks}
         self.scores: dict[int, Score] = {}  # by the id of what they have become, which they keep alive
         # what q and k were before they were scaled or normalised: id of the output -> (output, input, factor)
@@ -48,7 +47,7 @@ class Watch(TorchFunctionMode):
 
     def _see(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
         if name == "scaled_dot_product_attention":
-            call = sdpa_call(self.hidden, out, *args, **kwargs)
+            call = sdpa_call(self.hiding, out, *args, **kwargs)
             self.found(**call, **self._raw(call["q"], call["k"]))
         elif name in PRODUCTS and len(args) > 1:
             self._product(args[0], args[1], out)
@@ -83,7 +82,7 @@ class Watch(TorchFunctionMode):
             _, q, factor = self.scaled.get(id(a), (a, a, 1.0))
             # the normalised k of which b is the transpose, as the object that it was
             k = next((k for k, _ in self.normalized.values() if _same_memory(k, b)), b.transpose(-2, -1))
-            self.scores[id(out)] = Score(q, k, out, self.hidden, self.masks, [factor])
+            self.scores[id(out)] = Score(q, k, out, self.hiding, self.masks, [factor])
 
     def _raw(self, q: Tensor, k: Tensor) -> dict[str, Tensor | None]:
         """What q and k were before ``F.normalize``."""
@@ -106,7 +105,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def sdpa_call(
-    hidden: float,
+    hiding: float | None,
     output: Tensor,
     query: Tensor,
     key: Tensor,
@@ -122,7 +121,7 @@ def sdpa_call(
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         shown.append(flat(attn_mask, query))
     elif attn_mask is not None:
-        bias, show = split(attn_mask.detach(), hidden)
+        bias, show = split(attn_mask.detach(), hiding)
         biases += [] if bias is None else [flat(bias, query)]
         shown += [] if show is None else [flat(show, query)]
     if is_causal:
@@ -159,6 +158,7 @@ def report(
     q_length: Tensor | None = None,
     k_length: Tensor | None = None,
     heads: int | None = None,
+    hiding: float | None = None,
 ) -> None:
     """Make a :class:`Capture` of tensors as a module has them, and hand it to ``sink``.
 
@@ -184,7 +184,7 @@ def report(
     bias, mask = join(biases, torch.add), join(shown, torch.logical_and)
     capture = Capture(cut(q), cut(k), q_length, k_length, scale, ScoreSpec(cap), bias, mask, dropout=dropout)
     if listener.checking:
-        capture.v = cut(v)
+        capture.v, capture.hiding = cut(v), hiding
         capture.output = None if output is None else cut(output)
     sink(capture)
 
@@ -239,11 +239,11 @@ def watch(
     listener: Listener,
     sink: Sink,
     *,
-    hidden: float = MASKED,
+    hiding: float | None = None,
     masks: Sequence[str] = (),
     heads_first: bool = True,
 ) -> list[RemovableHandle]:
-    """Watch each forward pass of a module; ``masks`` are names of arguments that only hide keys.
+    """Watch each forward pass of a module; ``masks`` are names of arguments that only hide keys, by ``hiding``.
 
     ``heads_first``: its ``q_norm`` and ``k_norm`` receive (B, H, N, d), else (B, N, H, d).
     """
@@ -253,12 +253,12 @@ def watch(
 
     def found(**seen: Any) -> None:
         seen["heads"] = heads or seen.get("heads")
-        report(listener, sink, **seen | lengths.pop())
+        report(listener, sink, hiding=hiding, **seen | lengths.pop())
 
     def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if listener.active:
             given = [kwargs.get(name, args[1] if len(args) > 1 else None) for name in masks]
-            entered.append(Watch(found, hidden, [m for m in given if isinstance(m, Tensor)]))
+            entered.append(Watch(found, hiding, [m for m in given if isinstance(m, Tensor)]))
             entered[-1].__enter__()
 
     def leave(*_: Any) -> None:

@@ -1,6 +1,7 @@
 """Swin and Swin V2, timm's and torchvision's: attention within windows.
 
-Windows count as images. The relative position bias is the bias; -100 in a shifted window's mask hides a pair.
+Windows count as images. The relative position bias is the bias. A shifted window's mask adds -100 to a pair of unlike
+parts of the image: the metrics leave it out. Where scores grow beyond 100 the model no longer does.
 V2: q̂ and k̂ have length 1, and the scale is exp of the clamped temperature, one a head.
 """
 
@@ -20,7 +21,7 @@ WINDOWS = {
     "torchvision.models.swin_transformer.ShiftedWindowAttention",
     "torchvision.models.swin_transformer.ShiftedWindowAttentionV2",
 }
-SWIN_HIDES = -50.0  # its mask is -100 where a pair belongs to unlike parts of the image; a bias may stand on it
+HIDES = -100.0
 
 
 class WindowAdapter:
@@ -32,4 +33,4 @@ class WindowAdapter:
 
     @staticmethod
     def attach(module: nn.Module, listener: Listener, sink: Sink) -> list[RemovableHandle]:
-        return watch(module, listener, sink, hidden=SWIN_HIDES, masks=["mask"])
+        return watch(module, listener, sink, hiding=HIDES, masks=["mask"])
