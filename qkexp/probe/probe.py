@@ -148,14 +148,13 @@ class AttentionProbe:
             for raw, module in adapter.find(model):
                 name = plain_name(raw)
                 layer = Layer(name, module, adapter)
-                near = (n for n in found if n.startswith(f"{name}.") or name.startswith(f"{n}."))
-                if name not in found and not (layer.tentative and any(near)):
+                if name not in found and not (layer.tentative and any(_nested(name, n) for n in found)):
                     found[name] = layer
         return self._in_order(list(found.values()))
 
     def _in_order(self, layers: list[Layer]) -> list[Layer]:
         place = {name: i for i, name in enumerate(self._modules.values())}
-        return sorted(layers, key=lambda layer: place[layer.name])
+        return sorted(layers, key=lambda layer: place.get(layer.name, len(place)))
 
     def _sink_of(self, module: nn.Module, inside: bool) -> Sink | None:
         """Who wants the attention that a module computes by a function of PyTorch's; None: no one, or a hook."""
@@ -200,9 +199,9 @@ class AttentionProbe:
         first = self.coverage is None
         if first:
             self._settle()
-        silent = [layer.name for layer in self._layers if not layer.captures]
-        if not self._layers:
+        if all(layer.tentative and not layer.captures for layer in self._layers):
             raise CoverageError(f"{self._model_name} showed no attention in this step{self._advice()}")
+        silent = [layer.name for layer in self._layers if not layer.captures]
         if silent and (first or len(silent) < len(self._layers)):
             raise CoverageError(
                 f"{len(silent)} of {len(self._layers)} attention layers did not fire in this step: "
@@ -230,16 +229,15 @@ class AttentionProbe:
 
     def _settle(self) -> None:
         """After the first step: guesses that did not fire are no layers, and discoveries take their place."""
-        guesses = [layer for layer in self._layers if layer.tentative and not layer.captures]
         fired = [layer.name for layer in self._layers if layer.captures]
-        for layer in guesses:
-            # what is around or inside a layer that fired may well look like attention
-            if not any(n.startswith(f"{layer.name}.") or layer.name.startswith(f"{n}.") for n in fired):
-                self._unknown[layer.name] = type(layer.module).__name__
-        kept = [layer for layer in self._layers if layer not in guesses]
-        self._layers = self._in_order(kept)
+        guesses = [layer for layer in self._layers if layer.tentative and not layer.captures]
+        # what is around or inside a layer that fired may well look like attention
+        strange = [layer for layer in guesses if not any(_nested(layer.name, name) for name in fired)]
+        self._unknown = {layer.name: type(layer.module).__name__ for layer in strange}
         if self.strict and self._unknown:
             raise CoverageError(f"no adapter knows the attention of this model{self._advice()}")
+        if fired:  # else there was perhaps no forward pass
+            self._layers = self._in_order([layer for layer in self._layers if layer not in guesses])
 
     def _advice(self) -> str:
         if not self._unknown:
@@ -294,6 +292,11 @@ class AttentionProbe:
         lengths = [None if c.k_length is None else _per_query_head(c.k_length, c, 2) for c in captures]
         stats |= raw_norms("k", lengths, stats)
         return torch.stack([stats[name] for name in NAMES])
+
+
+def _nested(a: str, b: str) -> bool:
+    """Whether one of two modules is inside the other, by their names."""
+    return a.startswith(f"{b}.") or b.startswith(f"{a}.")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -382,6 +382,41 @@ def test_a_swin_whose_mask_leaks_is_no_fault_of_an_adapter(fused):
     assert len(probe.coverage.checked) == 4
 
 
+def test_a_first_step_without_a_forward_pass_forgets_no_layer(x):
+    model = Model(WrittenOut(), Called())
+    probe = AttentionProbe(model)
+    with pytest.raises(CoverageError, match="no attention in this step"), probe.step(0):
+        pass
+    with probe.step(0):
+        model(x)
+    assert probe.coverage.checked == ("blocks.0", "blocks.1")
+
+
+def test_nothing_of_the_graph_is_kept(x):
+    blocks = WrittenOut("cosine"), WrittenOut("einsum, biased"), Called(attn_mask=nn.Parameter(torch.randn(17, 17)))
+    model = Model(*blocks)
+    probe = AttentionProbe(model)
+    with probe.step(0):
+        model(x)
+        held = [vars(c).values() for layer in probe._layers for c in layer.captures]
+        assert len(held) == 3
+        assert not any(t.requires_grad for values in held for t in values if isinstance(t, torch.Tensor))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: small_vit(), lambda: swin(), lambda: encoder()], ids=["vit", "swin", "encoder"]
+)
+def test_inference_mode_shows_the_same(make):
+    model, images = make().eval(), torch.randn(2, 3, 32, 32)
+    frames = []
+    for mode in (torch.enable_grad, torch.inference_mode):
+        probe = AttentionProbe(model)
+        with probe.step(0), mode():
+            model(images)
+        frames.append(probe.frame.to_pandas())
+    np.testing.assert_allclose(frames[0][list(NAMES)], frames[1][list(NAMES)], rtol=1e-5)
+
+
 def test_dropped_weights_are_measured_and_not_checked(x):
     model = Model(WrittenOut())
     model.blocks[0].drop.p = 0.5

@@ -81,7 +81,7 @@ class Score:
         """All that multiplies q·k, as a number or (H,); a division that a cap undoes cancels."""
         product: float | Tensor = 1.0
         for factor in self.factors:
-            product = product * (frozen(factor).flatten().float() if isinstance(factor, Tensor) else factor)
+            product = product * (factor.flatten().float() if isinstance(factor, Tensor) else factor)
         return product
 
     @property
@@ -100,6 +100,7 @@ class Score:
             self.cap, self.squashed = float(factor), False
         elif self.cap is not None:
             raise Lost
+        factor = frozen(factor) if isinstance(factor, Tensor) else factor
         self.biases = [b * factor for b in self.biases]
         self.factors.append(factor)
         return True
