@@ -13,14 +13,16 @@ from qkexp.probe.metrics import METRICS, NAMES
 if TYPE_CHECKING:
     import pandas as pd
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
 class Group:
-    """Layers of one shape: their indices in forward order, and metrics (metric, layer, head)."""
+    """Layers of one shape: their indices in forward order, and metrics (metric, layer, head) over so many rows."""
 
     layers: tuple[int, ...]
     values: Tensor
+    rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,12 @@ class Frame:
                     if np.isfinite(value):
                         out[f"attn/L{layer:02d}/{metric}"] = float(value)
         return out
+
+    def all_reduce(self, group: ProcessGroup | None = None) -> Frame:
+        """The frame of all ranks, each metric by its own reduction (:func:`qkexp.probe.parts.all_reduce`)."""
+        from qkexp.probe.parts import all_reduce  # not at import: who reads run directories does not wait for torch
+
+        return all_reduce(self, group)
 
     def to_pandas(self) -> pd.DataFrame:
         """A row a layer and head: step, phase, layer, module, head and the metrics."""

@@ -1,23 +1,48 @@
-"""AttentionProbe: forward hooks -> device tensors -> a frame of metrics a step."""
+"""AttentionProbe: what the adapters capture in a step -> a frame of metrics."""
 
 from __future__ import annotations
 
+import logging
+import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from qkexp.probe.adapters import ADAPTERS, Capture
+from qkexp.probe.adapters import ADAPTERS, Adapter, Capture, Sink
+from qkexp.probe.adapters.kernels import Kernels
+from qkexp.probe.check import Coverage, CoverageError, SelfCheckError, self_check
 from qkexp.probe.frame import Frame, Group
-from qkexp.probe.metrics import METRICS, NAMES
+from qkexp.probe.metrics import NAMES
+from qkexp.probe.parts import combine
 from qkexp.probe.rows import CHUNK_BYTES
 from qkexp.probe.stats import layer_stats, raw_norms
 
+log = logging.getLogger(__name__)
 
-class CoverageError(RuntimeError):
-    """An attention layer did not show what it does: measured too little is an error, not an empty table."""
+
+@dataclass(eq=False)
+class Layer:
+    """One attention layer, and what it has shown in this step."""
+
+    name: str
+    module: nn.Module
+    adapter: type[Adapter] | Adapter | None  # None: discovered by a call of scaled_dot_product_attention
+    captures: list[Capture] = field(default_factory=list)
+    checked: bool = False
+    why_not: str = "it was not reached"
+
+    @property
+    def tentative(self) -> bool:
+        return getattr(self.adapter, "tentative", False)
+
+    @property
+    def in_graph(self) -> bool:
+        return getattr(self.adapter, "in_graph", False)
 
 
 class AttentionProbe:
@@ -25,7 +50,8 @@ class AttentionProbe:
 
     Hooks keep detached references to what enters the softmax; statistics are computed when the step
     ends, without gradients, random numbers, synchronisation or a second forward pass, so losses are
-    bit-identical with and without a probe.
+    bit-identical with and without a probe. The first probed step is checked: attention recomputed from
+    what was captured must equal what each layer produced.
 
         probe = AttentionProbe(model, every=50)
         for step, batch in enumerate(loader):
@@ -35,45 +61,71 @@ class AttentionProbe:
                 log(probe.frame.scalars())
 
     Args:
-        model: a model of this project (:func:`qkexp.build_vit`), or one that holds its attention.
+        model: any PyTorch model; bare, or wrapped by DistributedDataParallel or torch.compile.
         every: probe each so many steps; 0 never.
         images: measure the first so many images of a batch, or ``"all"``.
+        adapters: your own, asked before the built-in ones (docs/probe.md).
+        strict: a module that looks like attention and shows none is an error, not a warning.
 
     Attributes:
         frame: this step's :class:`~qkexp.probe.frame.Frame`; None on steps that were not probed.
+        names: layers in the order in which the model registers them; wrappers leave no trace in a name.
+        coverage: what the first probed step found and checked; None before.
 
     Raises:
-        CoverageError: the model has no attention layer that is known, or, after the first probed
-            step, one of them did not fire.
+        CoverageError: the model has no attention, or, after the first probed step, a layer did not fire.
+        SelfCheckError: a layer's output is not what the captured tensors give.
+        TypeError: the model is in DataParallel, whose replicas share hooks.
     """
 
-    def __init__(self, model: nn.Module, every: int = 1, images: int | str = "all"):
-        self.every, self.images = every, images
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int = 1,
+        images: int | str = "all",
+        *,
+        adapters: Sequence[type[Adapter] | Adapter] = (),
+        strict: bool = False,
+    ):
+        self.every, self.images, self.strict = every, images, strict
         self.frame: Frame | None = None
-        self.active = False
-        self._covered = False
-        self._captures: dict[int, list[Capture]] = defaultdict(list)
-        found = [(name, module, adapter) for adapter in ADAPTERS for name, module in adapter.find(model)]
-        if not found:
-            raise CoverageError(f"{type(model).__name__} has no attention layer that this probe knows")
-        self.names = tuple(name for name, _, _ in found)
+        self.coverage: Coverage | None = None
+        self.active = self.checking = False
+        base = unwrapped(model)
+        self._model_name = type(base).__name__
+        self._modules = {id(m): plain_name(name) for name, m in base.named_modules()}
+        self._layers = self._find(base, (*adapters, *ADAPTERS))
+        if not self._layers and all(type(m).__module__.startswith("torch.nn.modules.") for m in base.modules()):
+            raise CoverageError(f"{self._model_name} has no attention layer that this probe knows")
+        self._by_module = {id(layer.module): layer for layer in self._layers}
+        self._unknown: dict[str, str] = {}
+        self._kernels = Kernels(self, self._sink_of)
+        # A model that was compiled before does not run hooks which came later.
+        self._in_graph = model is base
         self._handles = [
             handle
-            for layer, (_, module, adapter) in enumerate(found)
-            for handle in adapter.attach(module, self, self._captures[layer].append)
+            for layer in self._layers
+            if layer.in_graph and layer.adapter is not None
+            for handle in layer.adapter.attach(layer.module, self, layer.captures.append)
         ]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(layer.name for layer in self._layers)
 
     @contextmanager
     def step(self, step: int, phase: str = "train") -> Iterator[None]:
         """Forward passes inside belong to ``step``; those outside are not measured."""
         self.frame = None
-        self.active = self.every > 0 and step % self.every == 0
-        try:
+        if not (self.every > 0 and step % self.every == 0):
             yield
-            if self.active:
-                self.active = False
-                self._check_coverage()
-                self.frame = Frame(step, phase, self.names, self._reduce())
+            return
+        try:
+            with self._listening():
+                yield
+            self.active = False
+            self._check_coverage()
+            self.frame = Frame(step, phase, self.names, self._reduce())
         finally:
             self._forget()
 
@@ -87,77 +139,218 @@ class AttentionProbe:
             handle.remove()
         self._handles = []
 
+    # ------------------------------------------------------------ finding and listening
+
+    def _find(self, model: nn.Module, adapters: Sequence[type[Adapter] | Adapter]) -> list[Layer]:
+        """Each module by the first adapter that finds it; guesses neither around nor inside a known one."""
+        found: dict[str, Layer] = {}
+        for adapter in adapters:
+            for raw, module in adapter.find(model):
+                name = plain_name(raw)
+                layer = Layer(name, module, adapter)
+                if name not in found and not (layer.tentative and any(_nested(name, n) for n in found)):
+                    found[name] = layer
+        return self._in_order(list(found.values()))
+
+    def _in_order(self, layers: list[Layer]) -> list[Layer]:
+        place = {name: i for i, name in enumerate(self._modules.values())}
+        return sorted(layers, key=lambda layer: place.get(layer.name, len(place)))
+
+    def _sink_of(self, module: nn.Module, inside: bool) -> Sink | None:
+        """Who wants the attention that a module computes by a function of PyTorch's; None: no one, or a hook."""
+        layer = self._by_module.get(id(module))
+        if layer is None:
+            name = self._modules.get(id(module))
+            if name is None or any(name.startswith(f"{known.name}.") for known in self._layers):
+                return None  # of another model, as an average of this one, or a part of a layer
+            layer = self._by_module[id(module)] = Layer(name, module, None)
+            self._layers.append(layer)
+        by_kernel = layer.adapter is None or getattr(layer.adapter, "by_kernel", False)
+        return layer.captures.append if by_kernel or (inside and layer.tentative) else None
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Captures arrive inside: hooks that are not always there are attached, functions listened to."""
+        self.active = True
+        self.checking = not all(layer.checked for layer in self._layers) or self.coverage is None
+        with ExitStack() as stack:
+            if self.coverage is None or not self._graphs():
+                stack.enter_context(_eager())
+                stack.enter_context(self._kernels.listening())
+            for layer in self._layers:
+                if layer.adapter is not None and not layer.in_graph:
+                    for handle in layer.adapter.attach(layer.module, self, layer.captures.append):
+                        stack.callback(handle.remove)
+            yield
+
+    def _graphs(self) -> bool:
+        """Whether probed steps may run compiled: every layer's hooks stand on it and can be compiled."""
+        return self._in_graph and all(layer.in_graph for layer in self._layers)
+
     def _forget(self) -> None:
-        self.active = False
-        for captures in self._captures.values():
-            captures.clear()
+        self.active = self.checking = False
+        for layer in self._layers:
+            layer.captures.clear()
+
+    # ------------------------------------------------------------ trust
 
     def _check_coverage(self) -> None:
-        silent = [name for layer, name in enumerate(self.names) if not self._captures[layer]]
-        if silent and (not self._covered or len(silent) < len(self.names)):
+        """Every layer fired and shows what its module computed; the first step says what is covered."""
+        first = self.coverage is None
+        if first:
+            self._settle()
+        if all(layer.tentative and not layer.captures for layer in self._layers):
+            raise CoverageError(f"{self._model_name} showed no attention in this step{self._advice()}")
+        silent = [layer.name for layer in self._layers if not layer.captures]
+        if silent and (first or len(silent) < len(self._layers)):
             raise CoverageError(
-                f"{len(silent)} of {len(self.names)} attention layers did not fire in this step: {', '.join(silent)}; "
-                "they may be unused, called as module.forward(x), or belong to a copy of the model"
+                f"{len(silent)} of {len(self._layers)} attention layers did not fire in this step: "
+                f"{', '.join(silent)}; they may be unused, called as module.forward(x), belong to a copy of the model, "
+                "or have been compiled before the probe was attached"
             )
-        self._covered = True
+        if silent and self._graphs() and "torch._dynamo" in sys.modules:  # no forward pass, or one without our hooks
+            self._in_graph = False
+            warnings.warn(
+                "no attention layer fired in this step. If the model was compiled before the probe was attached, "
+                "its graph has no hooks: probed steps run in eager mode from now on",
+                stacklevel=5,
+            )
+        for layer in self._layers:
+            if any(c.overwritten() for c in layer.captures):
+                raise CoverageError(f"q or k of {layer.name} was changed in place after its softmax saw it")
+        if self.checking:
+            self._self_check()
+        if first:
+            names = self.names
+            unchecked = {layer.name: layer.why_not for layer in self._layers if not layer.checked}
+            checked = tuple(n for n in names if n not in unchecked)
+            self.coverage = Coverage(names, names, names, checked, unchecked, self._unknown)
+            self._announce()
+
+    def _settle(self) -> None:
+        """After the first step: guesses that did not fire are no layers, and discoveries take their place."""
+        fired = [layer.name for layer in self._layers if layer.captures]
+        guesses = [layer for layer in self._layers if layer.tentative and not layer.captures]
+        # what is around or inside a layer that fired may well look like attention
+        strange = [layer for layer in guesses if not any(_nested(layer.name, name) for name in fired)]
+        self._unknown = {layer.name: type(layer.module).__name__ for layer in strange}
+        if self.strict and self._unknown:
+            raise CoverageError(f"no adapter knows the attention of this model{self._advice()}")
+        if fired:  # else there was perhaps no forward pass
+            self._layers = self._in_order([layer for layer in self._layers if layer not in guesses])
+
+    def _advice(self) -> str:
+        if not self._unknown:
+            return ""
+        named = ", ".join(f"{name} ({cls})" for name, cls in self._unknown.items())
+        return f": {named}; write an adapter of ten lines for AttentionProbe(model, adapters=[...]), see docs/probe.md"
+
+    def _self_check(self) -> None:
+        for layer in self._layers:
+            if layer.checked:
+                continue
+            for capture in layer.captures:
+                fault, reason = self_check(capture)
+                if fault is not None:
+                    raise SelfCheckError(
+                        f"{layer.name} ({type(layer.module).__name__}): {fault}. The adapter that reads it misses "
+                        "something of its score: a bias, a mask, the scale, a cap, or what is done to q and k"
+                    )
+                layer.checked, layer.why_not = reason is None, reason or ""
+
+    def _announce(self) -> None:
+        if self._unknown:
+            warnings.warn(str(self.coverage), stacklevel=6)
+        else:
+            log.info("%s", self.coverage)
+
+    # ------------------------------------------------------------ reducing
 
     def _reduce(self) -> tuple[Group, ...]:
         """Captures -> metrics; layers of one shape and score share calls where that is faster."""
         groups: dict[tuple, list[int]] = defaultdict(list)
-        for layer in range(len(self.names)):
-            captures = self._captures[layer]
-            if any(c.overwritten() for c in captures):
-                raise CoverageError(f"q or k of {self.names[layer]} was changed in place after its softmax saw it")
-            if captures:
-                groups[(len(captures), *(_signature(c) for c in captures))].append(layer)
+        for place, layer in enumerate(self._layers):
+            if layer.captures:
+                groups[(len(layer.captures), *(_signature(c) for c in layer.captures))].append(place)
         out = []
-        for layers in groups.values():
-            for together in _calls(layers, self._captures[layers[0]][0]):
-                passes = zip(*(self._captures[layer] for layer in together), strict=True)
+        for places in groups.values():
+            for together in _calls(places, self._layers[places[0]].captures):
+                passes = zip(*(self._layers[place].captures for place in together), strict=True)
                 parts = [self._measure(captures) for captures in passes]
-                rows = [c.q.shape[0] * c.q.shape[2] for c in self._captures[together[0]]]
-                out.append(Group(tuple(together), combine(parts, rows)))
+                rows = [c.q.shape[0] * c.q.shape[2] for c in self._layers[together[0]].captures]
+                out.append(Group(tuple(together), combine(parts, rows), sum(rows)))
         return tuple(out)
 
     def _measure(self, captures: Sequence[Capture]) -> Tensor:
         """One forward pass of several layers -> (metric, layer, head)."""
-        spec = captures[0].spec
-        q, k, scales = [c.q for c in captures], [c.k for c in captures], [c.scale for c in captures]
-        stats = layer_stats(q, k, scales, cap=spec.cap, score_dtype=spec.dtype)
+        spec, bias, mask = captures[0].spec, captures[0].bias, captures[0].mask
+        q, k = [c.q for c in captures], [_per_query_head(c.k, c, 1) for c in captures]
+        stats = layer_stats(
+            q, k, [c.scale for c in captures], bias=bias, mask=mask, cap=spec.cap, score_dtype=spec.dtype
+        )
         stats |= raw_norms("q", [c.q_length for c in captures], stats)
-        stats |= raw_norms("k", [c.k_length for c in captures], stats)
+        lengths = [None if c.k_length is None else _per_query_head(c.k_length, c, 2) for c in captures]
+        stats |= raw_norms("k", lengths, stats)
         return torch.stack([stats[name] for name in NAMES])
 
 
+def _nested(a: str, b: str) -> bool:
+    """Whether one of two modules is inside the other, by their names."""
+    return a.startswith(f"{b}.") or b.startswith(f"{a}.")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside wrappers that rename its modules.
+
+    Raises:
+        TypeError: DataParallel.
+    """
+    if any(isinstance(m, nn.DataParallel) for m in model.modules()):
+        raise TypeError("nn.DataParallel's replicas share hooks: use DistributedDataParallel, one process a GPU")
+    while True:
+        ddp = isinstance(model, nn.parallel.DistributedDataParallel)
+        inner = model.module if ddp else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+def plain_name(name: str) -> str:
+    """A module's name without what compiling, checkpointing or sharding a part of the model puts into it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Compiled code runs as it was written: only then do hooks and functions see it."""
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled; importing it takes a second
+        yield
+    else:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+
+
+def _per_query_head(x: Tensor, c: Capture, heads: int) -> Tensor:
+    """Keys that several query heads share (axis ``heads``), once for each of them."""
+    times = c.q.shape[1] // x.shape[heads]
+    return x if times == 1 else x.repeat_interleave(times, heads)
+
+
 def _signature(c: Capture) -> tuple:
-    return (c.q.shape, c.k.shape, c.q.dtype, c.q.device, c.spec, c.q_length is None, c.k_length is None)
+    score = (c.spec, c.bias is None, c.mask is None, c.q_length is None, c.k_length is None)
+    return (c.q.shape, c.k.shape, c.q.dtype, c.q.device, *score)
 
 
-def _calls(layers: list[int], c: Capture) -> Iterator[list[int]]:
-    """Share a call between as many layers as fit a chunk: small layers save overhead, large ones cache."""
-    B, H, N, _ = c.q.shape
-    together = max(1, CHUNK_BYTES // (4 * B * H * N * c.k.shape[2]))
+def _calls(layers: list[int], captures: Sequence[Capture]) -> Iterator[list[int]]:
+    """Share a call between as many layers as fit a chunk: small layers save overhead, large ones cache.
+
+    A bias or a mask is one layer's.
+    """
+    B, H, N, _ = captures[0].q.shape
+    alone = any(c.bias is not None or c.mask is not None for c in captures)
+    together = 1 if alone else max(1, CHUNK_BYTES // (4 * B * H * N * captures[0].k.shape[2]))
     for at in range(0, len(layers), together):
         yield layers[at : at + together]
-
-
-def combine(parts: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-    """Micro-batches (metric, layer, head) of so many ``rows`` -> one, by each metric's own reduction.
-
-    What is absent in one part is absent in the whole, as if the parts had been one batch.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    stacked = torch.stack(list(parts))  # (part, metric, layer, head)
-    worst = stacked[:, NAMES.index("max_abs_logit")].argmax(0, keepdim=True)  # NaN counts as the largest
-    share = stacked.new_tensor(rows).view(-1, 1, 1) / sum(rows)
-    out = []
-    for i, metric in enumerate(METRICS):
-        part = stacked[:, i]
-        if metric.shards == "max":
-            out.append(part.amax(0))
-        elif metric.shards == "max_pair":
-            out.append(part.gather(0, worst)[0])
-        else:
-            out.append(part.sum(0) if metric.shards == "sum" else (part * share).sum(0))
-    return torch.stack(out)

@@ -18,8 +18,9 @@ from qkexp import AttentionProbe
 from qkexp.config import AttentionConfig
 from qkexp.model.attention import Attention
 from qkexp.model.vit import attention_layers
+from qkexp.probe.check import CoverageError
 from qkexp.probe.metrics import METRICS, NAMES
-from qkexp.probe.probe import CoverageError, combine
+from qkexp.probe.parts import combine
 
 
 def train(vit, steps, probe=None, *, inside=True):
@@ -106,7 +107,7 @@ def test_memory_does_not_grow(make_vit, images):
         probe.frame.scalars()
         if step in (9, 299):
             counts.append(alive())
-    assert counts[0] == counts[1]
+    assert all(late <= early for early, late in zip(*counts, strict=True))  # what other tests left may go
 
 
 def test_nothing_of_the_graph_is_kept(make_vit, images):
@@ -114,9 +115,9 @@ def test_nothing_of_the_graph_is_kept(make_vit, images):
     probe = AttentionProbe(vit)
     with probe.step(0):
         vit(images)
-        held = [c for captures in probe._captures.values() for c in captures]
+        held = [c for layer in probe._layers for c in layer.captures]
         assert not any(x.requires_grad for c in held for x in (c.q, c.k, c.q_length, c.k_length, c.scale))
-    assert not any(captures for captures in probe._captures.values())
+    assert not any(layer.captures for layer in probe._layers)
     assert not any(group.values.requires_grad for group in probe.frame.groups)
 
 
@@ -363,7 +364,7 @@ def test_activation_checkpointing_does_not_count_a_layer_twice(make_vit, images)
         probe = AttentionProbe(vit)
         with probe.step(0):
             F.cross_entropy(vit(images), torch.arange(8)).backward()
-            assert [len(c) for c in probe._captures.values()] == [1] * 4
+            assert [len(layer.captures) for layer in probe._layers] == [1] * 4
         frames.append(probe.frame.to_pandas())
     assert frames[0].equals(frames[1])
 
@@ -470,7 +471,7 @@ def test_a_failed_step_leaves_the_probe_usable(make_vit, images, fault):
         vit(100 * images)
         if fault == "the step raises":
             raise RuntimeError("out of memory")
-        probe._captures[2].clear()
+        probe._layers[2].captures.clear()
 
     with pytest.raises(error), probe.step(1):
         fail()
@@ -520,7 +521,7 @@ def test_an_averaged_model_is_silent(make_vit, images):
     with probe.step(0):
         vit(images)
         average(images)
-        assert [len(c) for c in probe._captures.values()] == [1] * 4
+        assert [len(layer.captures) for layer in probe._layers] == [1] * 4
 
 
 # ---------------------------------------------------------------- under compile

@@ -1,0 +1,30 @@
+"""PyTorch's ``nn.MultiheadAttention``: torchvision's ViT, ``nn.TransformerEncoder``, CLIP-style text towers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from qkexp.probe.adapters.base import Listener, Sink, kind
+
+
+class MultiheadAdapter:
+    """q, k after the in-projections, ``bias_k`` and ``add_zero_attn`` among the keys; scale 1/√d; both masks as one.
+
+    Nothing is attached: :class:`~qkexp.probe.adapters.kernels.Kernels` listens to the functions that the module
+    calls. With ``need_weights=True`` and on the native fast paths these do not show q and k, and the one
+    attention is computed again by PyTorch's own function, without gradients, on probed steps only.
+    """
+
+    by_kernel = True
+
+    @staticmethod
+    def find(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        wanted = {"torch.nn.modules.activation.MultiheadAttention"}
+        return ((name, m) for name, m in model.named_modules() if kind(m) & wanted)
+
+    @staticmethod
+    def attach(module: nn.Module, listener: Listener, sink: Sink) -> list[RemovableHandle]:
+        return []
