@@ -6,6 +6,7 @@ The Parquet columns, the W&B keys and docs/metrics.md derive from it; the formul
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -66,9 +67,23 @@ METRICS: tuple[Metric, ...] = (
            "not 0: the metrics that they spoil are absent"),
 )  # fmt: skip
 
-BY_NAME = {m.name: m for m in METRICS}
-NAMES = tuple(BY_NAME)
+NAMES = tuple(m.name for m in METRICS)
 COLLAPSED = 0.05
+
+GROUPS: dict[str, tuple[Metric, ...]] = {}
+
+
+def metrics(groups: Sequence[str] = ()) -> tuple[Metric, ...]:
+    """What is always measured, and then the metrics of groups, in the order of the tables."""
+    return (*METRICS, *(m for name, group in GROUPS.items() if name in groups for m in group))
+
+
+def names(groups: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names of :func:`metrics`."""
+    return tuple(m.name for m in metrics(groups))
+
+
+BY_NAME = {m.name: m for m in metrics(tuple(GROUPS))}
 
 
 INTRODUCTION = """# Metrics of attention
