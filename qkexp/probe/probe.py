@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from qkexp.probe.adapters import ADAPTERS, Capture
 from qkexp.probe.frame import Frame, Group
-from qkexp.probe.metrics import METRICS, NAMES
+from qkexp.probe.metrics import BY_NAME, GROUPS, NAMES, names
 from qkexp.probe.rows import CHUNK_BYTES
+from qkexp.probe.sample import of_rows, spread
 from qkexp.probe.stats import layer_stats, raw_norms
 
 
@@ -38,6 +39,9 @@ class AttentionProbe:
         model: a model of this project (:func:`qkexp.build_vit`), or one that holds its attention.
         every: probe each so many steps; 0 never.
         images: measure the first so many images of a batch, or ``"all"``.
+        queries: measure so many rows of each image, evenly spread, or ``"all"``; always against all keys
+            (:mod:`qkexp.probe.sample`). A frame of a part is ``subsampled``.
+        groups: further metrics, any of :data:`qkexp.probe.metrics.GROUPS`.
 
     Attributes:
         frame: this step's :class:`~qkexp.probe.frame.Frame`; None on steps that were not probed.
@@ -45,10 +49,21 @@ class AttentionProbe:
     Raises:
         CoverageError: the model has no attention layer that is known, or, after the first probed
             step, one of them did not fire.
+        ValueError: an unknown group.
     """
 
-    def __init__(self, model: nn.Module, every: int = 1, images: int | str = "all"):
-        self.every, self.images = every, images
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int = 1,
+        images: int | str = "all",
+        queries: int | str = "all",
+        groups: Sequence[str] = (),
+    ):
+        if not set(groups) <= set(GROUPS):
+            raise ValueError(f"groups={tuple(groups)}: there are {', '.join(GROUPS)}")
+        self.every, self.images, self.queries, self.groups = every, images, queries, tuple(groups)
+        self.subsampled = False  # whether something of this step was left out
         self.frame: Frame | None = None
         self.active = False
         self._covered = False
@@ -73,13 +88,17 @@ class AttentionProbe:
             if self.active:
                 self.active = False
                 self._check_coverage()
-                self.frame = Frame(step, phase, self.names, self._reduce())
+                values = self._reduce(step // self.every)
+                self.frame = Frame(step, phase, self.names, values, names(self.groups), self.subsampled)
         finally:
             self._forget()
 
     def take(self, x: Tensor) -> Tensor:
         """The measured images of an activation, detached (for adapters)."""
-        return x.detach() if self.images == "all" else x.detach()[: int(self.images)]
+        if self.images == "all" or x.shape[0] <= int(self.images):
+            return x.detach()
+        self.subsampled = True
+        return x.detach()[: int(self.images)]
 
     def detach(self) -> None:
         """Remove every hook; the model is as it was."""
@@ -88,7 +107,7 @@ class AttentionProbe:
         self._handles = []
 
     def _forget(self) -> None:
-        self.active = False
+        self.active = self.subsampled = False
         for captures in self._captures.values():
             captures.clear()
 
@@ -101,8 +120,8 @@ class AttentionProbe:
             )
         self._covered = True
 
-    def _reduce(self) -> tuple[Group, ...]:
-        """Captures -> metrics; layers of one shape and score share calls where that is faster."""
+    def _reduce(self, turn: int) -> tuple[Group, ...]:
+        """Captures of the ``turn``-th probed step -> metrics; layers of one shape and score share calls where that is faster."""
         groups: dict[tuple, list[int]] = defaultdict(list)
         for layer in range(len(self.names)):
             captures = self._captures[layer]
@@ -112,36 +131,47 @@ class AttentionProbe:
                 groups[(len(captures), *(_signature(c) for c in captures))].append(layer)
         out = []
         for layers in groups.values():
-            for together in _calls(layers, self._captures[layers[0]][0]):
+            for together in self._calls(layers):
                 passes = zip(*(self._captures[layer] for layer in together), strict=True)
-                parts = [self._measure(captures) for captures in passes]
-                rows = [c.q.shape[0] * c.q.shape[2] for c in self._captures[together[0]]]
-                out.append(Group(tuple(together), combine(parts, rows)))
+                parts, rows, images = [], [], turn
+                for captures in passes:
+                    B, _, N, _ = captures[0].q.shape
+                    parts.append(self._measure(captures, images))
+                    rows.append(B * self._rows(N))
+                    images += B
+                out.append(Group(tuple(together), combine(parts, rows, names(self.groups))))
         return tuple(out)
 
-    def _measure(self, captures: Sequence[Capture]) -> Tensor:
+    def _rows(self, there: int) -> int:
+        return there if self.queries == "all" else min(there, int(self.queries))
+
+    def _calls(self, layers: list[int]) -> Iterator[list[int]]:
+        """Share a call between as many layers as fit a chunk: small layers save overhead, large ones cache."""
+        first = self._captures[layers[0]][0]
+        B, H, N, _ = first.q.shape
+        together = max(1, CHUNK_BYTES // (4 * B * H * self._rows(N) * first.k.shape[2]))
+        for at in range(0, len(layers), together):
+            yield layers[at : at + together]
+
+    def _measure(self, captures: Sequence[Capture], turn: int) -> Tensor:
         """One forward pass of several layers -> (metric, layer, head)."""
-        spec = captures[0].spec
+        spec, (B, _, N, _) = captures[0].spec, captures[0].q.shape
         q, k, scales = [c.q for c in captures], [c.k for c in captures], [c.scale for c in captures]
-        stats = layer_stats(q, k, scales, cap=spec.cap, score_dtype=spec.dtype)
+        if self._rows(N) < N:
+            self.subsampled = True
+            chosen = spread(N, self._rows(N), B, turn, q[0].device)
+            q = [of_rows(x, chosen) for x in q]
+        stats = layer_stats(q, k, scales, cap=spec.cap, score_dtype=spec.dtype, groups=self.groups)
         stats |= raw_norms("q", [c.q_length for c in captures], stats)
         stats |= raw_norms("k", [c.k_length for c in captures], stats)
-        return torch.stack([stats[name] for name in NAMES])
+        return torch.stack([stats[name] for name in names(self.groups)])
 
 
 def _signature(c: Capture) -> tuple:
     return (c.q.shape, c.k.shape, c.q.dtype, c.q.device, c.spec, c.q_length is None, c.k_length is None)
 
 
-def _calls(layers: list[int], c: Capture) -> Iterator[list[int]]:
-    """Share a call between as many layers as fit a chunk: small layers save overhead, large ones cache."""
-    B, H, N, _ = c.q.shape
-    together = max(1, CHUNK_BYTES // (4 * B * H * N * c.k.shape[2]))
-    for at in range(0, len(layers), together):
-        yield layers[at : at + together]
-
-
-def combine(parts: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+def combine(parts: Sequence[Tensor], rows: Sequence[int], metrics: Sequence[str] = NAMES) -> Tensor:
     """Micro-batches (metric, layer, head) of so many ``rows`` -> one, by each metric's own reduction.
 
     What is absent in one part is absent in the whole, as if the parts had been one batch.
@@ -149,10 +179,10 @@ def combine(parts: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     stacked = torch.stack(list(parts))  # (part, metric, layer, head)
-    worst = stacked[:, NAMES.index("max_abs_logit")].argmax(0, keepdim=True)  # NaN counts as the largest
+    worst = stacked[:, metrics.index("max_abs_logit")].argmax(0, keepdim=True)  # NaN counts as the largest
     share = stacked.new_tensor(rows).view(-1, 1, 1) / sum(rows)
     out = []
-    for i, metric in enumerate(METRICS):
+    for i, metric in enumerate(BY_NAME[name] for name in metrics):
         part = stacked[:, i]
         if metric.shards == "max":
             out.append(part.amax(0))

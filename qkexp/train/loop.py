@@ -69,7 +69,8 @@ def train(
     ).to(device, WEIGHTS[cfg.precision.weights])
     chance = constant_loss(data.train.labels, data.classes, cfg.train)
     data = data.to_device(cfg)
-    probe = AttentionProbe(model, every=cfg.probe.every, images=cfg.probe.images)
+    p = cfg.probe
+    probe = AttentionProbe(model, every=p.every, images=p.images, queries=p.queries, groups=p.groups)
     updater = Updater(model, cfg.optim, steps)
     scaler = loss_scaler(cfg.precision, cfg.device)
     dtypes = measure(model, first_images.to(updater.flat), cfg)
