@@ -56,12 +56,14 @@ def series(run: Run, metric: str, layer: Any = None) -> np.ndarray:
         UserError: no such metric.
     """
     if metric in BY_NAME or metric == "collapsed_share":
+        if metric in BY_NAME and metric not in run.layers.values:
+            raise UserError(f"{metric} was not measured in this run: train it again with its group in probe.groups")
         values = DERIVED[metric](run) if metric in DERIVED else run.layers[metric]
         return values if layer is None else values[:, layer_index(layer, values.shape[1])]
     if metric in DERIVED:
         return DERIVED[metric](run)
     if metric not in run.scalars.columns:
-        raise UserError(f"no metric {metric!r}; there are {', '.join([*run.scalars.columns, *DERIVED, *NAMES])}")
+        raise UserError(f"no metric {metric!r}; there are {', '.join([*run.scalars.columns, *DERIVED, *BY_NAME])}")
     values = run.scalars[metric].to_numpy(dtype=np.float64)
     return smooth(values) if metric in SMOOTHED else values
 

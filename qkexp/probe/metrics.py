@@ -144,7 +144,7 @@ where there is a QK norm.
 """
 
 GROUP_INTRODUCTION = {
-    "sink": "Rests of attention: `probe.groups=[sink]`, `AttentionProbe(model, groups=(\"sink\",))`.",
+    "sink": 'Rests of attention: `probe.groups=[sink]`, `AttentionProbe(model, groups=("sink",))`.',
     "bound": "How sharp the scores' spread alone lets attention be: `probe.groups=[bound]`.",
 }
 

@@ -121,7 +121,10 @@ class AttentionProbe:
         self._covered = True
 
     def _reduce(self, turn: int) -> tuple[Group, ...]:
-        """Captures of the ``turn``-th probed step -> metrics; layers of one shape and score share calls where that is faster."""
+        """Captures -> metrics; layers of one shape and score share calls where that is faster.
+
+        ``turn`` counts probed steps: which queries are measured, where not all are, depends on it.
+        """
         groups: dict[tuple, list[int]] = defaultdict(list)
         for layer in range(len(self.names)):
             captures = self._captures[layer]
@@ -132,11 +135,10 @@ class AttentionProbe:
         out = []
         for layers in groups.values():
             for together in self._calls(layers):
-                passes = zip(*(self._captures[layer] for layer in together), strict=True)
-                parts, rows, images = [], [], turn
-                for captures in passes:
-                    B, _, N, _ = captures[0].q.shape
-                    parts.append(self._measure(captures, images))
+                parts, rows, images = [], [], 0
+                for one_pass in zip(*(self._captures[layer] for layer in together), strict=True):
+                    B, _, N, _ = one_pass[0].q.shape
+                    parts.append(self._measure(one_pass, turn + images))
                     rows.append(B * self._rows(N))
                     images += B
                 out.append(Group(tuple(together), combine(parts, rows, names(self.groups))))

@@ -88,7 +88,7 @@ def row_stats(
     out = {name: torch.cat([part[name].flatten() for part in parts]).view(B, H, N) for name in parts[0]}
     keys = float(M) if seen is None else seen.sum(-1).float()
     if "spread" in out:
-        out["bound"] = entropy_bound(out.pop("spread"), torch.as_tensor(keys, device=q.device))
+        out["entropy_bound"] = entropy_bound(out.pop("spread"), torch.as_tensor(keys, device=q.device))
     return Rows(
         entropy=out.pop("entropy"),
         peak=out.pop("peak"),
@@ -129,7 +129,7 @@ def _pairs(x: Tensor, keyed: int, take: slice, span: slice) -> Tensor:
     """Of an expanded (B, H, N, M), key heads (counted over images) and rows of them, and no more of it copied."""
     B, H, N, _ = x.shape
     at = torch.arange(B * keyed, device=x.device)[take]
-    if H == keyed:
+    if keyed == H:
         return x[:, :, span][at // H, at % H]
     rows = torch.arange(H // keyed * N, device=x.device)[span]
     heads = (at % keyed * (H // keyed)).unsqueeze(-1) + rows // N

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,9 +44,9 @@ def attention_stats(
 
     Returns:
         Metric name -> (H,) float32, on q's device; the names are those of
-        :data:`qkexp.probe.metrics.METRICS` that need no raw projections, and those of the groups. A head whose inputs are not
-        finite has NaN there and a count under ``nonfinite``; where no row has two keys there is
-        nothing to be spread over, and ``entropy_frac`` and ``collapsed_rows`` are NaN.
+        :data:`qkexp.probe.metrics.METRICS` that need no raw projections, and those of the groups. A head
+        whose inputs are not finite has NaN there and a count under ``nonfinite``; where no row has two keys
+        there is nothing to be spread over, and ``entropy_frac`` and ``collapsed_rows`` are NaN.
 
     Raises:
         ValueError: a mask that is neither bool nor additive, heads that cannot be paired, or an unknown group.
@@ -130,14 +131,17 @@ def _rows(
 
 @contextmanager
 def _full_products() -> Iterator[None]:
-    """Products of float32 in float32: TF32, where training asked for it, errs by 1e-3 of a score."""
-    backend = torch.backends.cuda.matmul
-    kept = backend.fp32_precision
-    backend.fp32_precision = "ieee"
+    """Products of float32 in float32: TF32 or BF16, where training asked for it, errs by 1e-3 of a score and more."""
+    cpu: Any = torch.backends.mkldnn
+    backends = (torch.backends.cuda.matmul, cpu.matmul)
+    kept = [backend.fp32_precision for backend in backends]
+    for backend in backends:
+        backend.fp32_precision = "ieee"
     try:
         yield
     finally:
-        backend.fp32_precision = kept
+        for backend, precision in zip(backends, kept, strict=True):
+            backend.fp32_precision = precision
 
 
 def _magnitudes(x: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,8 +167,8 @@ def vector_norms(x: Tensor) -> Tensor:
 def raw_norms(name: str, lengths: Sequence[Tensor | None], stats: dict[str, Tensor]) -> dict[str, Tensor]:
     """Mean and maximum of ‖q‖ or ‖k‖ of the projections -> metric: (layers, H).
 
-    ``lengths`` are (B, N, H) a layer (of keys, H_k: they count for each head that they serve), or None where the projections are what enters the dot product: then
-    its ``stats`` have been measured already.
+    ``lengths`` are (B, N, H) a layer (of keys, H_k: each head has those of the key head it reads), or None where
+    the projections are what enters the dot product: then its ``stats`` have been measured already.
     """
     given = [x for x in lengths if x is not None]
     if not given:
@@ -277,7 +281,8 @@ def _max_pair(
 ) -> dict[str, Tensor]:
     """max z, max |z| and its spacing in ``dtype``, and lengths and cosine of the pair that attains it.
 
-    ``q_norm`` and ``k_norm`` are (L·B, H, ·). Its query is known from the row statistics; only that query's scores are computed again.
+    ``q_norm`` and ``k_norm`` are (L·B, H, ·). Its query is known from the row statistics; only that query's scores
+    are computed again.
     """
     (L, H), N, M = scales.shape, q.shape[2], k.shape[2]
     B, served = q.shape[0] // L, H // k.shape[1]
@@ -287,7 +292,9 @@ def _max_pair(
     at = (first + image * H).flatten()  # of each layer and head, the image's place in (L·B·H)
     query = torch.maximum(rows.top.view(-1, N)[at], -rows.low.view(-1, N)[at]).argmax(-1)
     query_at = at * N + query
-    dots = torch.bmm(k.view(-1, M, k.shape[-1])[at // served], q.view(-1, q.shape[-1])[query_at].unsqueeze(-1)).squeeze(-1)
+    dots = torch.bmm(k.view(-1, M, k.shape[-1])[at // served], q.view(-1, q.shape[-1])[query_at].unsqueeze(-1)).squeeze(
+        -1
+    )
     z = _sizes(dots, biases, masks, at, query, (B, H, N, M))
     key = z.argmax(-1, keepdim=True)
     dot = dots.gather(-1, key).view(L, H)  # scaled, no bias
