@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from qkexp.config import PROBE_GROUPS
 from qkexp.probe.frame import Frame, Group, columns, layer_values, to_numpy
 from qkexp.probe.metrics import BY_NAME, GROUPS, METRICS, NAMES
 
@@ -119,3 +120,7 @@ def test_every_metric_says_how_its_parts_combine():
         assert metric.reading
         assert metric.limits
         assert metric.cost
+
+
+def test_the_configuration_accepts_the_groups_that_there_are():
+    assert set(PROBE_GROUPS) == set(GROUPS)
