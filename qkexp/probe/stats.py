@@ -187,6 +187,9 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
     first = tensors[0]
     out = torch.empty((len(tensors), *first.shape), dtype=torch.float32, device=first.device)
     for place, tensor in zip(out, tensors, strict=True):
+        if tensor.shape[2] > SHORT and tensor.stride(1) < tensor.stride(2):
+            # (B, N, H, d) in memory, and no longer in cache: read in that order, then rearranged
+            tensor = tensor.transpose(1, 2).contiguous().transpose(1, 2)
         place.copy_(tensor)
     return out.flatten(0, 1)
 
