@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,8 +26,9 @@ class AttentionProbe:
     """Measures every attention layer of a model, per head, while it trains.
 
     Hooks keep detached references to what enters the softmax; statistics are computed when the step
-    ends, without gradients, random numbers, synchronisation or a second forward pass, so losses are
-    bit-identical with and without a probe.
+    ends (on CPU, of large layers at once, because autograd may not keep q and k), without gradients,
+    random numbers, synchronisation or a second forward pass, so losses are bit-identical with and
+    without a probe.
 
         probe = AttentionProbe(model, every=50)
         for step, batch in enumerate(loader):
@@ -45,6 +47,7 @@ class AttentionProbe:
 
     Attributes:
         frame: this step's :class:`~qkexp.probe.frame.Frame`; None on steps that were not probed.
+        spent: seconds of this step that hooks took to measure at once.
 
     Raises:
         CoverageError: the model has no attention layer that is known, or, after the first probed
@@ -64,10 +67,13 @@ class AttentionProbe:
             raise ValueError(f"groups={tuple(groups)}: there are {', '.join(GROUPS)}")
         self.every, self.images, self.queries, self.groups = every, images, queries, tuple(groups)
         self.subsampled = False  # whether something of this step was left out
+        self.spent = 0.0
+        self._turn = 0  # counts probed steps: which queries are measured, where not all are, depends on it
         self.frame: Frame | None = None
         self.active = False
         self._covered = False
         self._captures: dict[int, list[Capture]] = defaultdict(list)
+        self._done: dict[int, list[tuple[Tensor, int, int]]] = defaultdict(list)  # measured at once; of images, of rows
         found = [(name, module, adapter) for adapter in ADAPTERS for name, module in adapter.find(model)]
         if not found:
             raise CoverageError(f"{type(model).__name__} has no attention layer that this probe knows")
@@ -75,7 +81,7 @@ class AttentionProbe:
         self._handles = [
             handle
             for layer, (_, module, adapter) in enumerate(found)
-            for handle in adapter.attach(module, self, self._captures[layer].append)
+            for handle in adapter.attach(module, self, self._sink(layer))
         ]
 
     @contextmanager
@@ -83,12 +89,13 @@ class AttentionProbe:
         """Forward passes inside belong to ``step``; those outside are not measured."""
         self.frame = None
         self.active = self.every > 0 and step % self.every == 0
+        self._turn, self.spent = step // max(self.every, 1), 0.0
         try:
             yield
             if self.active:
                 self.active = False
                 self._check_coverage()
-                values = self._reduce(step // self.every)
+                values = self._reduce()
                 self.frame = Frame(step, phase, self.names, values, names(self.groups), self.subsampled)
         finally:
             self._forget()
@@ -110,9 +117,36 @@ class AttentionProbe:
         self.active = self.subsampled = False
         for captures in self._captures.values():
             captures.clear()
+        for done in self._done.values():
+            done.clear()
+
+    def _sink(self, layer: int) -> Callable[[Capture], None]:
+        """Where a layer's captures go: measured at once, or kept until the step ends, as its first pass was."""
+        captures, done = self._captures[layer], self._done[layer]
+
+        def sink(capture: Capture) -> None:
+            if not done and (captures or not self._at_once(capture)):
+                captures.append(capture)
+                return
+            began = time.perf_counter()
+            B, _, N, _ = capture.q.shape
+            before = sum(images for _, images, _ in done)
+            done.append((self._measure([capture], self._turn + before), B, B * self._rows(N)))
+            self.spent += time.perf_counter() - began
+
+        return sink
+
+    def _at_once(self, c: Capture) -> bool:
+        """Whether a layer's q and k are not kept: it shares no call, and where autograd does not keep them we need not.
+
+        A device works behind the host's clock, and its fused kernels keep q and k for the backward pass anyway.
+        """
+        B, H, N, _ = c.q.shape
+        large = 4 * B * H * self._rows(N) * c.k.shape[2] > CHUNK_BYTES
+        return large and c.q.device.type == "cpu" and not torch.compiler.is_compiling()
 
     def _check_coverage(self) -> None:
-        silent = [name for layer, name in enumerate(self.names) if not self._captures[layer]]
+        silent = [name for layer, name in enumerate(self.names) if not self._captures[layer] and not self._done[layer]]
         if silent and (not self._covered or len(silent) < len(self.names)):
             raise CoverageError(
                 f"{len(silent)} of {len(self.names)} attention layers did not fire in this step: {', '.join(silent)}; "
@@ -120,11 +154,8 @@ class AttentionProbe:
             )
         self._covered = True
 
-    def _reduce(self, turn: int) -> tuple[Group, ...]:
-        """Captures -> metrics; layers of one shape and score share calls where that is faster.
-
-        ``turn`` counts probed steps: which queries are measured, where not all are, depends on it.
-        """
+    def _reduce(self) -> tuple[Group, ...]:
+        """Captures -> metrics; layers of one shape and score share calls where that is faster."""
         groups: dict[tuple, list[int]] = defaultdict(list)
         for layer in range(len(self.names)):
             captures = self._captures[layer]
@@ -132,16 +163,20 @@ class AttentionProbe:
                 raise CoverageError(f"q or k of {self.names[layer]} was changed in place after its softmax saw it")
             if captures:
                 groups[(len(captures), *(_signature(c) for c in captures))].append(layer)
+        measured = names(self.groups)
         out = []
+        for layer, done in self._done.items():
+            if done:
+                out.append(Group((layer,), combine([x for x, _, _ in done], [rows for *_, rows in done], measured)))
         for layers in groups.values():
             for together in self._calls(layers):
                 parts, rows, images = [], [], 0
                 for one_pass in zip(*(self._captures[layer] for layer in together), strict=True):
                     B, _, N, _ = one_pass[0].q.shape
-                    parts.append(self._measure(one_pass, turn + images))
+                    parts.append(self._measure(one_pass, self._turn + images))
                     rows.append(B * self._rows(N))
                     images += B
-                out.append(Group(tuple(together), combine(parts, rows, names(self.groups))))
+                out.append(Group(tuple(together), combine(parts, rows, measured)))
         return tuple(out)
 
     def _rows(self, there: int) -> int:

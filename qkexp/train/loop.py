@@ -136,7 +136,7 @@ def train(
                 outputs.append(torch.stack([loss.detach(), *output_figures(logits)]))
                 scaler.scale(loss / accumulate).backward()
             backward_done = clock(device)
-        probe_seconds = clock(device) - backward_done
+        probe_seconds = clock(device) - backward_done + probe.spent
         measured = torch.cat([*outputs, updater.measure(scaler)]).tolist()  # the step's one synchronisation
         loss_, largest, logz = (measured[i : 3 * accumulate : 3] for i in range(3))
         figures = {"loss": sum(loss_) / accumulate, "out_logz_mean": sum(logz) / accumulate}

@@ -20,6 +20,7 @@ from qkexp.model.attention import Attention
 from qkexp.model.vit import attention_layers
 from qkexp.probe.metrics import METRICS, NAMES
 from qkexp.probe.probe import CoverageError, combine
+from qkexp.probe.rows import CHUNK_BYTES
 
 
 def train(vit, steps, probe=None, *, inside=True):
@@ -633,3 +634,24 @@ def test_a_compiled_model_shows_that_images_were_left_out(make_vit, images):
             compiled(images)
         assert probe.frame.subsampled
     torch._dynamo.reset()
+
+
+def test_large_layers_are_measured_at_once_and_show_the_same(make_vit, images, monkeypatch):
+    """q and k of a large layer are not kept until the step ends; means, maxima and counts do not notice."""
+    vit = make_vit("attention=l2")
+    probe, parts = AttentionProbe(vit, queries=9), (images[:2], images[2:])
+    frames = []
+    for limit in (CHUNK_BYTES, 0):
+        monkeypatch.setattr("qkexp.probe.probe.CHUNK_BYTES", limit)
+        with probe.step(3):
+            for part in parts:
+                vit(part)
+            assert [len(captures) for captures in probe._captures.values()] == [0 if limit == 0 else 2] * 4
+        frames.append(probe.frame.to_pandas())
+        assert (probe.spent > 0) == (limit == 0)
+    assert list(frames[0].columns) == list(frames[1].columns)
+    numbers = list(NAMES)
+    np.testing.assert_allclose(frames[1][numbers], frames[0][numbers], rtol=1e-5, atol=1e-6)
+    with probe.step(4):
+        vit(images)
+    assert not any(probe._done.values())
