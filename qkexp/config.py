@@ -17,6 +17,7 @@ from typing import Any
 from omegaconf import II, OmegaConf
 
 SCHEMA_VERSION = 1
+PROBE_GROUPS = ("sink", "bound")  # those of qkexp.probe.metrics
 
 
 @dataclass(frozen=True)
@@ -233,6 +234,10 @@ class TrainConfig:
 class ProbeConfig:
     every: int = key(1, "Probe every so many steps; 0 = never.", identity=False, low=0)
     images: Any = key("all", "Images of the batch that are measured: a number, or all.", identity=False)
+    queries: Any = key(
+        "all", "Queries of an image that are measured, against all its keys: a number, or all.", identity=False
+    )
+    groups: list[str] = key([], "Further metrics (docs/metrics.md): any of sink, bound.", identity=False)
 
 
 @dataclass
@@ -466,9 +471,12 @@ def _check_combinations(cfg: RunConfig) -> None:
         raise ConfigError("optim.cooldown", o.cooldown, f"at most train.steps={cfg.train.steps}")
     if len(o.betas) != 2 or not all(isinstance(b, float) and 0.0 <= b < 1.0 for b in o.betas):
         raise ConfigError("optim.betas", o.betas, "two numbers in [0, 1)")
-    count = isinstance(p.images, int) and not isinstance(p.images, bool) and p.images >= 1
-    if p.images != "all" and not count:
-        raise ConfigError("probe.images", p.images, "all, or a whole number >= 1")
+    for name in ("images", "queries"):
+        value = getattr(p, name)
+        if value != "all" and not (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+            raise ConfigError(f"probe.{name}", value, "all, or a whole number >= 1")
+    if not set(p.groups) <= set(PROBE_GROUPS):
+        raise ConfigError("probe.groups", p.groups, f"a list of any of {', '.join(PROBE_GROUPS)}")
     m = cfg.model
     if m.block_norm == "parallel" and m.qkv_bias:
         raise ConfigError(

@@ -14,7 +14,7 @@ import numpy as np
 
 from qkexp.analysis.sensitivity import grad_growth, onset
 from qkexp.config import UserError
-from qkexp.probe.metrics import COLLAPSED, NAMES
+from qkexp.probe.metrics import BY_NAME, COLLAPSED
 from qkexp.record.load import Run
 from qkexp.train.outcome import smooth
 
@@ -55,13 +55,15 @@ def series(run: Run, metric: str, layer: Any = None) -> np.ndarray:
     Raises:
         UserError: no such metric.
     """
-    if metric in NAMES or metric == "collapsed_share":
+    if metric in BY_NAME or metric == "collapsed_share":
+        if metric in BY_NAME and metric not in run.layers.values:
+            raise UserError(f"{metric} was not measured in this run: train it again with its group in probe.groups")
         values = DERIVED[metric](run) if metric in DERIVED else run.layers[metric]
         return values if layer is None else values[:, layer_index(layer, values.shape[1])]
     if metric in DERIVED:
         return DERIVED[metric](run)
     if metric not in run.scalars.columns:
-        raise UserError(f"no metric {metric!r}; there are {', '.join([*run.scalars.columns, *DERIVED, *NAMES])}")
+        raise UserError(f"no metric {metric!r}; there are {', '.join([*run.scalars.columns, *DERIVED, *BY_NAME])}")
     values = run.scalars[metric].to_numpy(dtype=np.float64)
     return smooth(values) if metric in SMOOTHED else values
 
@@ -102,6 +104,6 @@ def _lead(run: Run, spec: dict[str, Any]) -> float:
 def _onset_step(run: Run, spec: dict[str, Any], start: int) -> int | None:
     """The step, not the row: a probed step stands for itself."""
     metric = spec["metric"]
-    steps = run.layers.steps if metric in NAMES else run.scalars.step.to_numpy()
+    steps = run.layers.steps if metric in BY_NAME else run.scalars.step.to_numpy()
     found = onset(series(run, metric, spec.get("layer")), float(spec["above"]), int(np.searchsorted(steps, start)))
     return None if found is None else int(steps[found])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qkexp.probe.metrics import METRICS, NAMES
+from qkexp.probe.metrics import BY_NAME, NAMES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,20 +27,26 @@ class Group:
 
 @dataclass(frozen=True)
 class Frame:
-    """All metrics of one step. NaN stands for "not measured" and leaves as an absent value."""
+    """All metrics of one step. NaN stands for "not measured" and leaves as an absent value.
+
+    ``metrics`` are the rows of each group's values: what is always measured, then what was asked for beside it.
+    ``subsampled`` says that images or queries were left out: a maximum is then one over fewer pairs.
+    """
 
     step: int
     phase: str
     names: tuple[str, ...]
     groups: tuple[Group, ...]
+    metrics: tuple[str, ...] = NAMES
+    subsampled: bool = False
 
     def scalars(self) -> dict[str, float]:
         """``attn/L00/<metric>`` -> the layer's value (heads reduced); absent ones are left out."""
         out = {}
         for group in self.groups:
-            values = layer_values(to_numpy(group.values))
+            values = layer_values(to_numpy(group.values), self.metrics)
             for place, layer in enumerate(group.layers):
-                for metric, value in zip(NAMES, values[:, place], strict=True):
+                for metric, value in zip(self.metrics, values[:, place], strict=True):
                     if np.isfinite(value):
                         out[f"attn/L{layer:02d}/{metric}"] = float(value)
         return out
@@ -52,7 +58,7 @@ class Frame:
         return all_reduce(self, group)
 
     def to_pandas(self) -> pd.DataFrame:
-        """A row a layer and head: step, phase, layer, module, head and the metrics."""
+        """A row a layer and head: step, phase, layer, module, head, the metrics, and ``subsampled`` where it is."""
         import pandas as pd  # not at import: it starts threads, and runs are forked
 
         return pd.DataFrame(columns([self]))
@@ -64,10 +70,13 @@ def to_numpy(x: Tensor) -> np.ndarray:
 
 
 def columns(frames: Sequence[Frame]) -> dict[str, np.ndarray | list[str]]:
-    """Frames -> columns of attention.parquet, ordered by step, layer and head."""
+    """Frames of one probe -> columns of attention.parquet, ordered by step, layer and head.
+
+    ``subsampled`` is a column only where a frame is.
+    """
     import torch  # not at import: who only reads run directories does not wait for it
 
-    steps, phases, layers, modules, heads, values = [], [], [], [], [], []
+    steps, phases, layers, modules, heads, values, parts = [], [], [], [], [], [], []
     for frame in frames:
         by_layer = {layer: (g, i) for g in frame.groups for i, layer in enumerate(g.layers)}
         for layer, (group, place) in sorted(by_layer.items()):
@@ -76,6 +85,7 @@ def columns(frames: Sequence[Frame]) -> dict[str, np.ndarray | list[str]]:
             layers.append(np.full(count, layer, np.int32))
             heads.append(np.arange(count, dtype=np.int32))
             phases += [frame.phase] * count
+            parts += [frame.subsampled] * count
             modules += [frame.names[layer]] * count
             values.append(group.values[:, place])
     table = to_numpy(torch.cat(values, dim=1))
@@ -85,20 +95,21 @@ def columns(frames: Sequence[Frame]) -> dict[str, np.ndarray | list[str]]:
         "layer": np.concatenate(layers),
         "module": modules,
         "head": np.concatenate(heads),
-        **{name: table[i] for i, name in enumerate(NAMES)},
+        **{name: table[i] for i, name in enumerate(frames[0].metrics)},
+        **({"subsampled": np.array(parts)} if any(parts) else {}),
     }
 
 
-def layer_values(values: np.ndarray) -> np.ndarray:
-    """Reduce heads as each metric declares: (metric, ..., head) -> (metric, ...).
+def layer_values(values: np.ndarray, names: Sequence[str] = NAMES) -> np.ndarray:
+    """Reduce heads as each of the metrics declares: (metric, ..., head) -> (metric, ...).
 
     A head that was not measured is left out; a layer of which no head was measured is NaN.
     """
     out = np.full(values.shape[:-1], np.nan, values.dtype)
-    size = values[NAMES.index("max_abs_logit")]
+    size = values[names.index("max_abs_logit")]
     worst = np.where(np.isnan(size), -1.0, size).argmax(-1)[..., None]
     with np.errstate(all="ignore"):
-        for i, metric in enumerate(METRICS):
+        for i, metric in enumerate(BY_NAME[name] for name in names):
             measured = ~np.isnan(values[i])
             some = measured.any(-1)
             if metric.heads == "max":

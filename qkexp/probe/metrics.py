@@ -6,6 +6,7 @@ The Parquet columns, the W&B keys and docs/metrics.md derive from it; the formul
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -15,60 +16,109 @@ class Metric:
 
     ``heads`` is the reduction that makes a layer's value from its heads (``max_pair``: from the head
     that attains max |z|); ``shards`` the one over micro-batches and ranks: the mean of maxima is not
-    a maximum, so each metric says how its parts combine.
+    a maximum, so each metric says how its parts combine. ``cost`` is what it takes beyond the others:
+    ``tokens`` a pass over q and k, ``pairs`` its part of the pass over the scores, ``none`` next to nothing.
+    ``limits`` is what it does not tell.
     """
 
     name: str
     unit: str
     heads: str
     shards: str
+    cost: str
     definition: str
     reading: str
+    limits: str = ""
 
 
 METRICS: tuple[Metric, ...] = (
-    Metric("q_norm_mean", "1", "mean", "mean", "mean ‖q‖₂ of the projection, before any QK norm",
-           "raw magnitude; grows under a norm too, where it is harmless"),
-    Metric("q_norm_max", "1", "max", "max", "max ‖q‖₂ of the projection", "raw magnitude of the longest query"),
-    Metric("k_norm_mean", "1", "mean", "mean", "mean ‖k‖₂ of the projection, before any QK norm",
-           "as q_norm_mean"),
-    Metric("k_norm_max", "1", "max", "max", "max ‖k‖₂ of the projection", "raw magnitude of the longest key"),
-    Metric("q_in_norm_mean", "1", "mean", "mean", "mean ‖q̂‖₂, what enters the dot product",
-           "the link of the chain: growth here makes logits grow"),
-    Metric("k_in_norm_mean", "1", "mean", "mean", "mean ‖k̂‖₂, what enters the dot product", "as q_in_norm_mean"),
-    Metric("max_logit", "logit", "max", "max", "max z, before any cap, masked pairs left out",
-           "maxima are comparable only at equal numbers of pairs"),
-    Metric("max_abs_logit", "logit", "max", "max", "max |z|, before any cap", "run-away shows here first"),
-    Metric("max_pair_q_norm", "1", "max_pair", "max_pair", "‖q̂‖₂ of the pair that attains max |z|",
-           "with max_pair_k_norm and max_pair_cos: is it length or alignment that grows?"),
-    Metric("max_pair_k_norm", "1", "max_pair", "max_pair", "‖k̂‖₂ of the pair that attains max |z|",
-           "log max|z| = log scale + log‖q̂‖ + log‖k̂‖ + log|cos| exactly (without bias)"),
-    Metric("max_pair_cos", "1", "max_pair", "max_pair", "cosine of the pair that attains max |z|",
-           "signed; 1 or -1 means fully aligned"),
-    Metric("max_logit_capped", "logit", "max", "max", "max c; equals max_logit where there is no cap",
-           "what softmax sees"),
-    Metric("logit_gap_mean", "logit", "mean", "mean", "mean over rows of (max z − mean z)",
-           "softmax ignores a row's offset: this is what sharpness feels"),
-    Metric("entropy_mean", "nats", "mean", "mean", "−Σ p log p, mean over rows", "0 at one-hot, log n at uniform"),
-    Metric("entropy_p05", "nats", "mean", "mean", "5th percentile over rows of the entropy",
-           "the sharpest rows; a mean of percentiles where parts are combined"),
-    Metric("entropy_frac", "1", "mean", "mean", "mean over rows of H / log n; rows with one key left out",
-           "0 one-hot … 1 uniform, comparable across lengths"),
-    Metric("collapsed_rows", "1", "mean", "mean", "fraction of rows with H / log n < 0.05",
-           "low entropy alone is no fault: some heads are meant to be sharp"),
-    Metric("attn_max_mean", "1", "mean", "mean", "mean over rows of the largest weight",
-           "our reading of ViT-22B's “attn max”; the paper's reduction was not found"),
-    Metric("score_scale", "1", "mean", "max", "the factor on q̂·k̂", "learned scales move"),
-    Metric("score_ulp", "logit", "mean", "max", "spacing of the score's dtype at max |z|",
-           "what the kernel's own rounding may add; not mixed into the other metrics"),
-    Metric("masked_rows", "rows", "mean", "sum", "rows without an unmasked key, left out of all row statistics", ""),
-    Metric("nonfinite", "values", "mean", "sum", "non-finite values in q̂, k̂ and z",
-           "not 0: the metrics that they spoil are absent"),
+    Metric("q_norm_mean", "1", "mean", "mean", "tokens", "mean ‖q‖₂ of the projection, before any QK norm",
+           "raw magnitude; grows under a norm too, where it is harmless",
+           "whether logits grow: under a norm they do not follow it"),
+    Metric("q_norm_max", "1", "max", "max", "tokens", "max ‖q‖₂ of the projection",
+           "raw magnitude of the longest query", "whether that query meets a key that it is aligned with"),
+    Metric("k_norm_mean", "1", "mean", "mean", "tokens", "mean ‖k‖₂ of the projection, before any QK norm",
+           "as q_norm_mean", "as q_norm_mean"),
+    Metric("k_norm_max", "1", "max", "max", "tokens", "max ‖k‖₂ of the projection",
+           "raw magnitude of the longest key", "as q_norm_max"),
+    Metric("q_in_norm_mean", "1", "mean", "mean", "tokens", "mean ‖q̂‖₂, what enters the dot product",
+           "the link of the chain: growth here makes logits grow",
+           "alignment: z can grow at constant lengths, and a learned scale multiplies them"),
+    Metric("k_in_norm_mean", "1", "mean", "mean", "tokens", "mean ‖k̂‖₂, what enters the dot product",
+           "as q_in_norm_mean", "as q_in_norm_mean"),
+    Metric("max_logit", "logit", "max", "max", "pairs", "max z, before any cap, masked pairs left out",
+           "maxima are comparable only at equal numbers of pairs",
+           "sharpness: a row's common offset raises it and changes no weight"),
+    Metric("max_abs_logit", "logit", "max", "max", "pairs", "max |z|, before any cap",
+           "run-away shows here first", "as max_logit; and one pair of a batch says nothing of the others"),
+    Metric("max_pair_q_norm", "1", "max_pair", "max_pair", "none", "‖q̂‖₂ of the pair that attains max |z|",
+           "with max_pair_k_norm and max_pair_cos: is it length or alignment that grows?",
+           "other pairs; the pair changes from step to step"),
+    Metric("max_pair_k_norm", "1", "max_pair", "max_pair", "none", "‖k̂‖₂ of the pair that attains max |z|",
+           "log max|z| = log scale + log‖q̂‖ + log‖k̂‖ + log|cos| exactly (without bias)", "as max_pair_q_norm"),
+    Metric("max_pair_cos", "1", "max_pair", "max_pair", "none", "cosine of the pair that attains max |z|",
+           "signed; 1 or -1 means fully aligned", "the typical cosine: this pair was chosen for being extreme"),
+    Metric("max_logit_capped", "logit", "max", "max", "none", "max c; equals max_logit where there is no cap",
+           "what softmax sees", "how far beyond the cap z is: see max_logit"),
+    Metric("logit_gap_mean", "logit", "mean", "mean", "pairs", "mean over rows of (max z − mean z)",
+           "softmax ignores a row's offset: this is what sharpness feels",
+           "how many keys share the top: two equal maxima have the gap of one"),
+    Metric("entropy_mean", "nats", "mean", "mean", "pairs", "−Σ p log p, mean over rows",
+           "0 at one-hot, log n at uniform",
+           "a few collapsed rows or heads among many, and whether sharp attention does harm"),
+    Metric("entropy_p05", "nats", "mean", "mean", "none", "5th percentile over rows of the entropy",
+           "the sharpest rows; a mean of percentiles where parts are combined",
+           "which rows they are; of a subsample it is no unbiased estimate"),
+    Metric("entropy_frac", "1", "mean", "mean", "none", "mean over rows of H / log n; rows with one key left out",
+           "0 one-hot … 1 uniform, comparable across lengths", "as entropy_mean"),
+    Metric("collapsed_rows", "1", "mean", "mean", "none", "fraction of rows with H / log n < 0.05",
+           "low entropy alone is no fault: some heads are meant to be sharp",
+           "where those rows look: at a sink, at themselves, or at what matters"),
+    Metric("attn_max_mean", "1", "mean", "mean", "none", "mean over rows of the largest weight",
+           "our reading of ViT-22B's “attn max”; the paper's reduction was not found", "as entropy_mean"),
+    Metric("score_scale", "1", "mean", "max", "none", "the factor on q̂·k̂", "learned scales move",
+           "the size of z, which lengths make too"),
+    Metric("score_ulp", "logit", "mean", "max", "none", "spacing of the score's dtype at max |z|",
+           "what the kernel's own rounding may add; not mixed into the other metrics",
+           "the error itself, which rounding may make smaller, and sums larger"),
+    Metric("masked_rows", "rows", "mean", "sum", "none", "rows without an unmasked key, left out of all row statistics",
+           "0 unless whole queries are padding", "why; where only some queries are measured, it counts among those"),
+    Metric("nonfinite", "values", "mean", "sum", "none", "non-finite values in q̂, k̂ and z",
+           "not 0: the metrics that they spoil are absent",
+           "where they came from; one value of q̂ counts again in each score that it spoils"),
 )  # fmt: skip
 
-BY_NAME = {m.name: m for m in METRICS}
-NAMES = tuple(BY_NAME)
+# Metrics that are measured only where they are asked for.
+GROUPS: dict[str, tuple[Metric, ...]] = {
+    "sink": (
+        Metric("sink_mean", "1", "mean", "mean", "none", "mean over rows of the weight of the first key, p₁",
+               "the class token of a plain ViT: near 1 where a head rests on it, 1/n at uniform",
+               "sinks that are other tokens; whether a sink does harm: resting heads are legitimately low in entropy"),
+    ),
+    "bound": (
+        Metric("entropy_bound_mean", "nats", "mean", "mean", "two passes",
+               "mean over rows of the least entropy that ‖c − mean c‖₂ allows (Zhai et al. 2023, theorem 3.1, a row "
+               "at a time, without its bound of that length by spectral norms)",
+               "never above entropy_mean; near it where one key holds the weight and the others share the rest",
+               "collapse by itself: 0 means that the scores are spread widely enough for it"),
+    ),
+}  # fmt: skip
+
+NAMES = tuple(m.name for m in METRICS)
 COLLAPSED = 0.05
+
+
+def metrics(groups: Sequence[str] = ()) -> tuple[Metric, ...]:
+    """What is always measured, and then the metrics of groups, in the order of the tables."""
+    return (*METRICS, *(m for name, group in GROUPS.items() if name in groups for m in group))
+
+
+def names(groups: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names of :func:`metrics`."""
+    return tuple(m.name for m in metrics(groups))
+
+
+BY_NAME = {m.name: m for m in metrics(tuple(GROUPS))}
 
 
 INTRODUCTION = """# Metrics of attention
@@ -81,22 +131,39 @@ unmasked keys of a row. Natural logarithm; computed in float32 outside autocast.
 absent, never 0: where inputs are not finite, `nonfinite` says how many.
 
 `heads` is how a layer's value is made of its heads (`max_pair`: from the head that attains max |z|); `parts` how
-micro-batches and ranks combine.
+micro-batches and ranks combine. `cost` is what a metric takes beyond the others: `tokens` a pass over q and k, `pairs`
+its share of the one pass over the scores, `none` next to nothing.
+
+**A part of a batch.** `probe.images` measures the first images of a batch, `probe.queries` some rows of each image
+against all its keys: row ⌊i·N/m⌋ + φ (modulo N) for i = 0 … m−1, with a phase φ that is another for each image and
+probed step and takes each of its N values once in N probed steps; no random number is drawn. Over the phases each row
+counts equally often, so means over rows are unbiased. A maximum, a percentile and a count are those of the part
+that was measured: a maximum over fewer pairs is smaller. Such frames say `subsampled`, and tables have a column of that
+name, true in their rows; compare maxima only at equal numbers of pairs. `q_norm_*` and `k_norm_*` are of all tokens
+where there is a QK norm.
 """
+
+GROUP_INTRODUCTION = {
+    "sink": 'Rests of attention: `probe.groups=[sink]`, `AttentionProbe(model, groups=("sink",))`.',
+    "bound": "How sharp the scores' spread alone lets attention be: `probe.groups=[bound]`.",
+}
 
 
 def markdown() -> str:
     """docs/metrics.md."""
-    lines = [
-        INTRODUCTION,
-        "| metric | unit | heads | parts | definition | how to read it |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| `{m.name}` | {m.unit} | {m.heads} | {m.shards} | {_cell(m.definition)} | {_cell(m.reading)} |"
-        for m in METRICS
-    ]
+    lines = [INTRODUCTION, *_table(METRICS)]
+    for name, group in GROUPS.items():
+        lines += ["", f"## Group `{name}`, off by default", "", GROUP_INTRODUCTION[name], "", *_table(group)]
     return "\n".join(lines) + "\n"
+
+
+def _table(rows: tuple[Metric, ...]) -> list[str]:
+    titles = ("metric", "unit", "heads", "parts", "cost", "definition", "how to read it", "what it does not tell")
+    out = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    for m in rows:
+        cells = (f"`{m.name}`", m.unit, m.heads, m.shards, m.cost, m.definition, m.reading, m.limits)
+        out.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+    return out
 
 
 def _cell(text: str) -> str:

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qkexp.probe.frame import Frame, Group
-from qkexp.probe.metrics import METRICS, NAMES
+from qkexp.probe.metrics import BY_NAME, NAMES
 
 
-def combine(parts: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+def combine(parts: Sequence[Tensor], rows: Sequence[int], metrics: Sequence[str] = NAMES) -> Tensor:
     """Micro-batches (metric, layer, head) of so many ``rows`` -> one, by each metric's own reduction.
 
     What is absent in one part is absent in the whole, as if the parts had been one batch.
@@ -21,10 +21,10 @@ def combine(parts: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     stacked = torch.stack(list(parts))  # (part, metric, layer, head)
-    worst = stacked[:, NAMES.index("max_abs_logit")].argmax(0, keepdim=True)  # NaN counts as the largest
+    worst = stacked[:, metrics.index("max_abs_logit")].argmax(0, keepdim=True)  # NaN counts as the largest
     share = stacked.new_tensor(rows).view(-1, 1, 1) / sum(rows)
     out = []
-    for i, metric in enumerate(METRICS):
+    for i, metric in enumerate(BY_NAME[name] for name in metrics):
         part = stacked[:, i]
         if metric.shards == "max":
             out.append(part.amax(0))
@@ -59,6 +59,6 @@ def all_reduce(frame: Frame, group: dist.ProcessGroup | None = None) -> Frame:
     groups = []
     for i, (layer, _, _) in enumerate(layers):
         rows = [e[2][i] for e in described]
-        values = combine([p[i].view(shapes[i]).unsqueeze(1) for p in parts], rows)
+        values = combine([p[i].view(shapes[i]).unsqueeze(1) for p in parts], rows, frame.metrics)
         groups.append(Group((layer,), values, sum(rows)))
     return replace(frame, groups=tuple(groups))

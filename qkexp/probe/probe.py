@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -17,9 +18,10 @@ from qkexp.probe.adapters import ADAPTERS, Adapter, Capture, Sink
 from qkexp.probe.adapters.kernels import Kernels
 from qkexp.probe.check import Coverage, CoverageError, SelfCheckError, self_check
 from qkexp.probe.frame import Frame, Group
-from qkexp.probe.metrics import NAMES
+from qkexp.probe.metrics import GROUPS, names
 from qkexp.probe.parts import combine
 from qkexp.probe.rows import CHUNK_BYTES
+from qkexp.probe.sample import of_rows, spread
 from qkexp.probe.stats import layer_stats, raw_norms
 
 log = logging.getLogger(__name__)
@@ -33,8 +35,13 @@ class Layer:
     module: nn.Module
     adapter: type[Adapter] | Adapter | None  # None: discovered by a call of scaled_dot_product_attention
     captures: list[Capture] = field(default_factory=list)
+    done: list[tuple[Tensor, int, int]] = field(default_factory=list)  # measured at once; of images, of rows
     checked: bool = False
     why_not: str = "it was not reached"
+
+    @property
+    def fired(self) -> bool:
+        return bool(self.captures or self.done)
 
     @property
     def tentative(self) -> bool:
@@ -49,9 +56,10 @@ class AttentionProbe:
     """Measures every attention layer of a model, per head, while it trains.
 
     Hooks keep detached references to what enters the softmax; statistics are computed when the step
-    ends, without gradients, random numbers, synchronisation or a second forward pass, so losses are
-    bit-identical with and without a probe. The first probed step is checked: attention recomputed from
-    what was captured must equal what each layer produced.
+    ends (on CPU, of large layers at once, because autograd may not keep q and k), without gradients,
+    random numbers, synchronisation or a second forward pass, so losses are bit-identical with and
+    without a probe. The first probed step is checked: attention recomputed from what was captured must
+    equal what each layer produced.
 
         probe = AttentionProbe(model, every=50)
         for step, batch in enumerate(loader):
@@ -64,6 +72,9 @@ class AttentionProbe:
         model: any PyTorch model; bare, or wrapped by DistributedDataParallel or torch.compile.
         every: probe each so many steps; 0 never.
         images: measure the first so many images of a batch, or ``"all"``.
+        queries: measure so many rows of each image, evenly spread, or ``"all"``; always against all keys
+            (:mod:`qkexp.probe.sample`). A frame of a part is ``subsampled``.
+        groups: further metrics, any of :data:`qkexp.probe.metrics.GROUPS`.
         adapters: your own, asked before the built-in ones (docs/probe.md).
         strict: a module that looks like attention and shows none is an error, not a warning.
 
@@ -71,11 +82,13 @@ class AttentionProbe:
         frame: this step's :class:`~qkexp.probe.frame.Frame`; None on steps that were not probed.
         names: layers in the order in which the model registers them; wrappers leave no trace in a name.
         coverage: what the first probed step found and checked; None before.
+        spent: seconds of this step that hooks took to measure at once.
 
     Raises:
         CoverageError: the model has no attention, or, after the first probed step, a layer did not fire.
         SelfCheckError: a layer's output is not what the captured tensors give.
         TypeError: the model is in DataParallel, whose replicas share hooks.
+        ValueError: an unknown group.
     """
 
     def __init__(
@@ -83,11 +96,19 @@ class AttentionProbe:
         model: nn.Module,
         every: int = 1,
         images: int | str = "all",
+        queries: int | str = "all",
+        groups: Sequence[str] = (),
         *,
         adapters: Sequence[type[Adapter] | Adapter] = (),
         strict: bool = False,
     ):
-        self.every, self.images, self.strict = every, images, strict
+        if not set(groups) <= set(GROUPS):
+            raise ValueError(f"groups={tuple(groups)}: there are {', '.join(GROUPS)}")
+        self.every, self.images, self.queries, self.groups = every, images, queries, tuple(groups)
+        self.strict = strict
+        self.subsampled = False  # whether something of this step was left out
+        self.spent = 0.0
+        self._turn = 0  # counts probed steps: which queries are measured, where not all are, depends on it
         self.frame: Frame | None = None
         self.coverage: Coverage | None = None
         self.active = self.checking = False
@@ -106,7 +127,7 @@ class AttentionProbe:
             handle
             for layer in self._layers
             if layer.in_graph and layer.adapter is not None
-            for handle in layer.adapter.attach(layer.module, self, layer.captures.append)
+            for handle in layer.adapter.attach(layer.module, self, self._sink(layer))
         ]
 
     @property
@@ -117,6 +138,7 @@ class AttentionProbe:
     def step(self, step: int, phase: str = "train") -> Iterator[None]:
         """Forward passes inside belong to ``step``; those outside are not measured."""
         self.frame = None
+        self._turn, self.spent = step // max(self.every, 1), 0.0
         if not (self.every > 0 and step % self.every == 0):
             yield
             return
@@ -125,13 +147,17 @@ class AttentionProbe:
                 yield
             self.active = False
             self._check_coverage()
-            self.frame = Frame(step, phase, self.names, self._reduce())
+            values = self._reduce()
+            self.frame = Frame(step, phase, self.names, values, names(self.groups), self.subsampled)
         finally:
             self._forget()
 
     def take(self, x: Tensor) -> Tensor:
         """The measured images of an activation, detached (for adapters)."""
-        return x.detach() if self.images == "all" else x.detach()[: int(self.images)]
+        if self.images == "all" or x.shape[0] <= int(self.images):
+            return x.detach()
+        self.subsampled = True
+        return x.detach()[: int(self.images)]
 
     def detach(self) -> None:
         """Remove every hook; the model is as it was."""
@@ -166,7 +192,7 @@ class AttentionProbe:
             layer = self._by_module[id(module)] = Layer(name, module, None)
             self._layers.append(layer)
         by_kernel = layer.adapter is None or getattr(layer.adapter, "by_kernel", False)
-        return layer.captures.append if by_kernel or (inside and layer.tentative) else None
+        return self._sink(layer) if by_kernel or (inside and layer.tentative) else None
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
@@ -179,7 +205,7 @@ class AttentionProbe:
                 stack.enter_context(self._kernels.listening())
             for layer in self._layers:
                 if layer.adapter is not None and not layer.in_graph:
-                    for handle in layer.adapter.attach(layer.module, self, layer.captures.append):
+                    for handle in layer.adapter.attach(layer.module, self, self._sink(layer)):
                         stack.callback(handle.remove)
             yield
 
@@ -188,9 +214,35 @@ class AttentionProbe:
         return self._in_graph and all(layer.in_graph for layer in self._layers)
 
     def _forget(self) -> None:
-        self.active = self.checking = False
+        self.active = self.checking = self.subsampled = False
         for layer in self._layers:
             layer.captures.clear()
+            layer.done.clear()
+
+    def _sink(self, layer: Layer) -> Sink:
+        """Where a layer's captures go: measured at once, or kept until the step ends, as its first pass was."""
+
+        def sink(capture: Capture) -> None:
+            if not layer.done and (layer.captures or not self._at_once(capture)):
+                layer.captures.append(capture)
+                return
+            began = time.perf_counter()
+            B, _, N, _ = capture.q.shape
+            before = sum(images for _, images, _ in layer.done)
+            layer.done.append((self._measure([capture], self._turn + before), B, B * self._rows(N)))
+            self.spent += time.perf_counter() - began
+
+        return sink
+
+    def _at_once(self, c: Capture) -> bool:
+        """Whether a layer's q and k are not kept: it shares no call, and where autograd does not keep them we need not.
+
+        A device works behind the host's clock, and its fused kernels keep q and k for the backward pass anyway. A step
+        that is checked needs them.
+        """
+        B, H, N, _ = c.q.shape
+        large = 4 * B * H * self._rows(N) * c.k.shape[2] > CHUNK_BYTES
+        return large and not self.checking and c.q.device.type == "cpu" and not torch.compiler.is_compiling()
 
     # ------------------------------------------------------------ trust
 
@@ -199,9 +251,9 @@ class AttentionProbe:
         first = self.coverage is None
         if first:
             self._settle()
-        if all(layer.tentative and not layer.captures for layer in self._layers):
+        if all(layer.tentative and not layer.fired for layer in self._layers):
             raise CoverageError(f"{self._model_name} showed no attention in this step{self._advice()}")
-        silent = [layer.name for layer in self._layers if not layer.captures]
+        silent = [layer.name for layer in self._layers if not layer.fired]
         if silent and (first or len(silent) < len(self._layers)):
             raise CoverageError(
                 f"{len(silent)} of {len(self._layers)} attention layers did not fire in this step: "
@@ -229,8 +281,8 @@ class AttentionProbe:
 
     def _settle(self) -> None:
         """After the first step: guesses that did not fire are no layers, and discoveries take their place."""
-        fired = [layer.name for layer in self._layers if layer.captures]
-        guesses = [layer for layer in self._layers if layer.tentative and not layer.captures]
+        fired = [layer.name for layer in self._layers if layer.fired]
+        guesses = [layer for layer in self._layers if layer.tentative and not layer.fired]
         # what is around or inside a layer that fired may well look like attention
         strange = [layer for layer in guesses if not any(_nested(layer.name, name) for name in fired)]
         self._unknown = {layer.name: type(layer.module).__name__ for layer in strange}
@@ -269,29 +321,56 @@ class AttentionProbe:
     def _reduce(self) -> tuple[Group, ...]:
         """Captures -> metrics; layers of one shape and score share calls where that is faster."""
         groups: dict[tuple, list[int]] = defaultdict(list)
+        out, measured = [], names(self.groups)
         for place, layer in enumerate(self._layers):
             if layer.captures:
                 groups[(len(layer.captures), *(_signature(c) for c in layer.captures))].append(place)
-        out = []
+            elif layer.done:
+                rows = [count for *_, count in layer.done]
+                out.append(Group((place,), combine([x for x, _, _ in layer.done], rows, measured), sum(rows)))
         for places in groups.values():
-            for together in _calls(places, self._layers[places[0]].captures):
-                passes = zip(*(self._layers[place].captures for place in together), strict=True)
-                parts = [self._measure(captures) for captures in passes]
-                rows = [c.q.shape[0] * c.q.shape[2] for c in self._layers[together[0]].captures]
-                out.append(Group(tuple(together), combine(parts, rows), sum(rows)))
+            for together in self._calls(places):
+                parts, rows, images = [], [], 0
+                for captures in zip(*(self._layers[place].captures for place in together), strict=True):
+                    B, _, N, _ = captures[0].q.shape
+                    parts.append(self._measure(captures, self._turn + images))
+                    rows.append(B * self._rows(N))
+                    images += B
+                out.append(Group(tuple(together), combine(parts, rows, measured), sum(rows)))
         return tuple(out)
 
-    def _measure(self, captures: Sequence[Capture]) -> Tensor:
+    def _rows(self, there: int) -> int:
+        return there if self.queries == "all" else min(there, int(self.queries))
+
+    def _calls(self, places: list[int]) -> Iterator[list[int]]:
+        """Share a call between as many layers as fit a chunk: small layers save overhead, large ones cache."""
+        first = self._layers[places[0]].captures[0]
+        B, H, N, _ = first.q.shape
+        together = max(1, CHUNK_BYTES // (4 * B * H * self._rows(N) * first.k.shape[2]))
+        for at in range(0, len(places), together):
+            yield places[at : at + together]
+
+    def _measure(self, captures: Sequence[Capture], turn: int) -> Tensor:
         """One forward pass of several layers -> (metric, layer, head)."""
-        spec, bias, mask = captures[0].spec, captures[0].bias, captures[0].mask
-        q, k = [c.q for c in captures], [_per_query_head(c.k, c, 1) for c in captures]
+        spec, (B, _, N, _) = captures[0].spec, captures[0].q.shape
+        q, k, scales = [c.q for c in captures], [c.k for c in captures], [c.scale for c in captures]
+        bias, mask = [c.bias for c in captures], [c.mask for c in captures]
+        if self._rows(N) < N:
+            self.subsampled = True
+            chosen = spread(N, self._rows(N), B, turn, q[0].device)
+            q = [of_rows(x, chosen) for x in q]
+            bias, mask = ([x if x is None else of_rows(_four(x), chosen) for x in each] for each in (bias, mask))
         stats = layer_stats(
-            q, k, [c.scale for c in captures], bias=bias, mask=mask, cap=spec.cap, score_dtype=spec.dtype
+            q, k, scales, bias=bias, mask=mask, cap=spec.cap, score_dtype=spec.dtype, groups=self.groups
         )
         stats |= raw_norms("q", [c.q_length for c in captures], stats)
-        lengths = [None if c.k_length is None else _per_query_head(c.k_length, c, 2) for c in captures]
-        stats |= raw_norms("k", lengths, stats)
-        return torch.stack([stats[name] for name in NAMES])
+        stats |= raw_norms("k", [c.k_length for c in captures], stats)
+        return torch.stack([stats[name] for name in names(self.groups)])
+
+
+def _four(x: Tensor) -> Tensor:
+    """What is broadcastable to (B, H, N, M), with all four axes."""
+    return x[(None,) * (4 - x.dim())]
 
 
 def _nested(a: str, b: str) -> bool:
@@ -333,24 +412,6 @@ def _eager() -> Iterator[None]:
             yield
 
 
-def _per_query_head(x: Tensor, c: Capture, heads: int) -> Tensor:
-    """Keys that several query heads share (axis ``heads``), once for each of them."""
-    times = c.q.shape[1] // x.shape[heads]
-    return x if times == 1 else x.repeat_interleave(times, heads)
-
-
 def _signature(c: Capture) -> tuple:
     score = (c.spec, c.bias is None, c.mask is None, c.q_length is None, c.k_length is None)
     return (c.q.shape, c.k.shape, c.q.dtype, c.q.device, *score)
-
-
-def _calls(layers: list[int], captures: Sequence[Capture]) -> Iterator[list[int]]:
-    """Share a call between as many layers as fit a chunk: small layers save overhead, large ones cache.
-
-    A bias or a mask is one layer's.
-    """
-    B, H, N, _ = captures[0].q.shape
-    alone = any(c.bias is not None or c.mask is not None for c in captures)
-    together = 1 if alone else max(1, CHUNK_BYTES // (4 * B * H * N * captures[0].k.shape[2]))
-    for at in range(0, len(layers), together):
-        yield layers[at : at + together]

@@ -17,7 +17,7 @@ import yaml
 
 from qkexp.config import RunConfig, UserError, flatten, identity, keys, to_typed, variant
 from qkexp.probe.frame import layer_values
-from qkexp.probe.metrics import NAMES
+from qkexp.probe.metrics import BY_NAME, NAMES
 from qkexp.record.run import SCALARS
 
 # the C loader is ten times as fast, which a sweep of a thousand runs feels
@@ -59,7 +59,10 @@ class Run:
 
     @cached_property
     def attention(self) -> pd.DataFrame:
-        """A row per probed step, layer and head: step, phase, layer, module, head and the metrics."""
+        """A row per probed step, layer and head: step, phase, layer, module, head and the metrics.
+
+        Columns of metrics that were asked for beside the others, and ``subsampled``, are there where a run has them.
+        """
         return _read(self.directory, "attention", ["step", "phase", "layer", "module", "head", *NAMES])
 
     @cached_property
@@ -110,13 +113,14 @@ class Layers:
         """Rows of attention.parquet -> arrays; layers may have different numbers of heads."""
         table = table[table.phase == "train"]
         steps, layers = np.unique(table.step), np.unique(table.layer)
-        values = {name: np.full((len(steps), len(layers)), np.nan) for name in NAMES}
+        names = [name for name in BY_NAME if name in table.columns]
+        values = {name: np.full((len(steps), len(layers)), np.nan) for name in names}
         for column, layer in enumerate(layers):
             part = table[table.layer == layer].sort_values(["step", "head"])
             at = np.searchsorted(steps, part.step.unique())
             heads = part["head"].nunique()
-            cube = part[list(NAMES)].to_numpy(np.float64).reshape(-1, heads, len(NAMES)).transpose(2, 0, 1)
-            for name, value in zip(NAMES, layer_values(cube), strict=True):
+            cube = part[names].to_numpy(np.float64).reshape(-1, heads, len(names)).transpose(2, 0, 1)
+            for name, value in zip(names, layer_values(cube, names), strict=True):
                 values[name][at, column] = value
         return cls(steps, layers, values)
 

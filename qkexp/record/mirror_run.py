@@ -25,7 +25,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from qkexp.config import identity
-from qkexp.probe.metrics import NAMES
 from qkexp.record.load import Layers, Run, read_json
 from qkexp.record.run import write_json
 
@@ -300,7 +299,7 @@ def _layer_rows(run: Run, table: pa.Table | None) -> dict[int, dict[str, float]]
         return {}
     layers = Layers.of(table.to_pandas())
     config = run.config["attention"]
-    names = [m for m in NAMES if m != "max_logit_capped" or config["softcap"] is not None]
+    names = [m for m in layers.values if m != "max_logit_capped" or config["softcap"] is not None]
     cube = np.stack([layers[m] for m in names], axis=-1)
     for rare in ("masked_rows", "nonfinite"):
         values = cube[..., names.index(rare)]

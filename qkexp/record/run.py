@@ -197,7 +197,8 @@ def merge(directory: Path, name: str) -> None:
     """Parts of a table -> the table."""
     parts = sorted((directory / "parts").glob(f"{name}-*.parquet"))
     if parts:
-        table = pa.concat_tables([pq.ParquetFile(p).read() for p in parts]).unify_dictionaries()
+        tables = [pq.ParquetFile(p).read() for p in parts]
+        table = pa.concat_tables(tables, promote_options="default").unify_dictionaries()
         write_table(directory / f"{name}.parquet", table)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,20 +109,40 @@ class Plan:
         path = self.directory / run.name / "config.yaml"
         had = yaml.safe_load(path.read_text())
         asked = as_dict(run.config)
-        for key in ("probe.every", "probe.images", "train.eval_every"):
+        for key, less in RECORDED.items():
             group, name = key.split(".")
-            if _less(had.get(group, {}).get(name), asked[group][name], sparse=name != "images"):
+            before = had.get(group, {}).get(name, BEFORE_THE_KEY.get(key))
+            if less(before, asked[group][name]):
                 raise UserError(
-                    f"{run.name}: finished with {key}={had[group][name]}, which recorded less than "
+                    f"{run.name}: finished with {key}={before}, which recorded less than "
                     f"{key}={asked[group][name]}; add --again to train it again"
                 )
 
 
-def _less(had: Any, asked: Any, *, sparse: bool) -> bool:
-    """Whether a setting records less: rarer (0 is never) for intervals, fewer for counts (``all`` is most)."""
-    if sparse:
-        every_had, every_asked = int(had or 0), int(asked or 0)
-        return every_asked > 0 and (every_had == 0 or every_asked % every_had != 0)
+def _rarer(had: Any, asked: Any) -> bool:
+    """Whether an interval leaves out steps that are asked for; 0 is never."""
+    every_had, every_asked = int(had or 0), int(asked or 0)
+    return every_asked > 0 and (every_had == 0 or every_asked % every_had != 0)
+
+
+def _fewer(had: Any, asked: Any) -> bool:
+    """Whether a count is smaller; ``all`` is most."""
     if had == "all" or had == asked:
         return False
     return asked == "all" or int(asked) > int(had)
+
+
+def _without(had: list[str], asked: list[str]) -> bool:
+    """Whether a list lacks a member."""
+    return not set(asked) <= set(had)
+
+
+# Keys that say how much a run records, and how to see that it is less; and what runs did that are older than a key.
+RECORDED: dict[str, Callable[[Any, Any], bool]] = {
+    "probe.every": _rarer,
+    "probe.images": _fewer,
+    "probe.queries": _fewer,
+    "probe.groups": _without,
+    "train.eval_every": _rarer,
+}
+BEFORE_THE_KEY: dict[str, Any] = {"probe.queries": "all", "probe.groups": []}

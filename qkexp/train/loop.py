@@ -69,7 +69,8 @@ def train(
     ).to(device, WEIGHTS[cfg.precision.weights])
     chance = constant_loss(data.train.labels, data.classes, cfg.train)
     data = data.to_device(cfg)
-    probe = AttentionProbe(model, every=cfg.probe.every, images=cfg.probe.images)
+    p = cfg.probe
+    probe = AttentionProbe(model, every=p.every, images=p.images, queries=p.queries, groups=p.groups)
     updater = Updater(model, cfg.optim, steps)
     scaler = loss_scaler(cfg.precision, cfg.device)
     dtypes = measure(model, first_images.to(updater.flat), cfg)
@@ -135,7 +136,7 @@ def train(
                 outputs.append(torch.stack([loss.detach(), *output_figures(logits)]))
                 scaler.scale(loss / accumulate).backward()
             backward_done = clock(device)
-        probe_seconds = clock(device) - backward_done
+        probe_seconds = clock(device) - backward_done + probe.spent
         measured = torch.cat([*outputs, updater.measure(scaler)]).tolist()  # the step's one synchronisation
         loss_, largest, logz = (measured[i : 3 * accumulate : 3] for i in range(3))
         figures = {"loss": sum(loss_) / accumulate, "out_logz_mean": sum(logz) / accumulate}

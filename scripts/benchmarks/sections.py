@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.probing import cost_figures
 from benchmarks.timing import Figure, quartiles, ratio, seconds, side_by_side, threads
 from benchmarks.workloads import SIZES, Effort, both_models, configure, make_step, our_model, run_loop
 from qkexp.record.load import load_sweep, read_json
@@ -60,6 +61,8 @@ def probe_figures(names: Sequence[str], effort: Effort, device: str) -> Iterator
                 side="below",
                 detail={"without_events_and_tables": statistics.median(measuring), "threads": used},
             )
+    if "vit_s" in names and device == "cpu":
+        yield from cost_figures(effort)
 
 
 def rate_figures(names: Sequence[str], effort: Effort, device: str) -> Iterator[Figure]:

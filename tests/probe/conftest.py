@@ -20,6 +20,7 @@ def plain_stats(
     cap: float | None = None,
 ) -> dict[str, Any]:
     """As :func:`qkexp.attention_stats`, ``mask`` bool (True = seen); and ``rows``: entropy of each row (B, H, N)."""
+    k = torch.stack([k[:, h // (q.shape[1] // k.shape[1])] for h in range(q.shape[1])], dim=1)
     q, k = q.detach().double().numpy(), k.detach().double().numpy()
     (B, H, N, _), M = q.shape, k.shape[2]
     s = np.broadcast_to(np.asarray(torch.as_tensor(scale).detach().double().reshape(-1)), (H,))
@@ -28,7 +29,7 @@ def plain_stats(
     seen = np.broadcast_to(True if mask is None else mask.numpy(), (B, H, N, M))
     c = z if cap is None else cap * np.tanh(z / cap)
     rows = np.full((B, H, N), np.nan)
-    frac, peak, gap = rows.copy(), rows.copy(), rows.copy()
+    frac, peak, gap, first, bound = (rows.copy() for _ in range(5))
     for b, h, i in np.ndindex(B, H, N):
         keys = seen[b, h, i]
         if not keys.any():
@@ -39,6 +40,8 @@ def plain_stats(
         rows[b, h, i] = -sum(x * np.log(x) for x in p if x > 0)
         peak[b, h, i] = p.max()
         gap[b, h, i] = z[b, h, i, keys].max() - z[b, h, i, keys].mean()
+        first[b, h, i] = p[0] if keys[0] else 0.0
+        bound[b, h, i] = least_entropy(row)
         if keys.sum() > 1:
             frac[b, h, i] = rows[b, h, i] / np.log(keys.sum())
     out: dict[str, list[float]] = {}
@@ -64,10 +67,27 @@ def plain_stats(
             "attn_max_mean": peak[:, h][valid].mean(),
             "score_scale": s[h],
             "masked_rows": (~valid).sum(),
+            "sink_mean": first[:, h][valid].mean(),
+            "entropy_bound_mean": bound[:, h][valid].mean(),
         }
         for name, value in one.items():
             out.setdefault(name, []).append(float(value))
     return {name: np.array(values) for name, values in out.items()} | {"rows": rows}
+
+
+def least_entropy(row: np.ndarray) -> float:
+    """Zhai et al. 2023: entropy of the sharpest softmax whose logits have the row's ‖z - mean z‖₂.
+
+    It is that of one logit at S √((n-1)/n) and all others at -S / √(n (n-1)).
+    """
+    n, S = len(row), np.linalg.norm(row - row.mean())
+    if n == 1:
+        return 0.0
+    worst = np.full(n, -S / np.sqrt(n * (n - 1)))
+    worst[0] = S * np.sqrt((n - 1) / n)
+    p = np.exp(worst - worst.max())
+    p /= p.sum()
+    return float(-sum(x * np.log(x) for x in p if x > 0))
 
 
 @pytest.fixture(scope="session")

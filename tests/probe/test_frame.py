@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from qkexp.config import PROBE_GROUPS
 from qkexp.probe.frame import Frame, Group, columns, layer_values, to_numpy
-from qkexp.probe.metrics import BY_NAME, METRICS, NAMES
+from qkexp.probe.metrics import BY_NAME, GROUPS, METRICS, NAMES
 
 
 def heads(**given: list[float]) -> np.ndarray:
@@ -107,11 +108,19 @@ def test_any_dtype_leaves_as_float32(dtype):
 
 
 def test_every_metric_says_how_its_parts_combine():
-    assert len(NAMES) == len(BY_NAME) == len(METRICS)
-    for metric in METRICS:
+    assert len(NAMES) == len(METRICS)
+    assert len(BY_NAME) == len(METRICS) + sum(map(len, GROUPS.values()))
+    for metric in BY_NAME.values():
         assert metric.heads in ("max", "mean", "max_pair")
         assert metric.shards in ("max", "mean", "sum", "max_pair")
         maximum = metric.name.endswith("_max") or (metric.name.startswith("max_") and "pair" not in metric.name)
         assert not maximum or (metric.heads, metric.shards) == ("max", "max"), metric.name
         assert metric.definition
         assert metric.unit
+        assert metric.reading
+        assert metric.limits
+        assert metric.cost
+
+
+def test_the_configuration_accepts_the_groups_that_there_are():
+    assert set(PROBE_GROUPS) == set(GROUPS)

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qkexp
 from qkexp.probe import rows
-from qkexp.probe.metrics import NAMES
-from qkexp.probe.rows import row_stats
+from qkexp.probe.metrics import BY_NAME, GROUPS
+from qkexp.probe.rows import entropy_bound, row_stats
 from qkexp.probe.stats import attention_stats, layer_stats, percentile, spacing
 
 RAW = {"q_norm_mean", "q_norm_max", "k_norm_mean", "k_norm_max"}
@@ -27,12 +27,18 @@ def qk(B=2, H=3, N=17, M=None, d=16, *, size=1.0, dtype=torch.float32, seed=0):
     return (size * q).to(dtype), k.to(dtype)
 
 
+def shared(H, keyed, **more):
+    """q of H heads and k of fewer."""
+    q, k = qk(H=H, **more)
+    return q, k[:, :keyed]
+
+
 def random_mask(B, H, N, M, seed=1):
     """Bool (B, H, N, M) with a row that sees nothing and a row that sees one key in each head."""
     mask = torch.rand(B, H, N, M, generator=torch.Generator().manual_seed(seed)) < 0.6
     mask[0, :, 0] = False
-    mask[0, :, 1] = False
-    mask[0, :, 1, M // 2] = True
+    mask[0, :, 1:2] = False
+    mask[0, :, 1:2, M // 2] = True
     return mask
 
 
@@ -74,6 +80,13 @@ CASES = {
     "many queries, few keys": lambda: (*qk(N=130, M=5, d=5), {"scale": 1.0}),
     "cross with mask": lambda: (*qk(N=7, M=70, d=5), {"scale": 1.0, "mask": random_mask(2, 3, 7, 70)}),
     "one query": lambda: (*qk(N=1, M=9), {"scale": 1.0}),
+    "heads that share keys": lambda: (*shared(6, 2, N=17), {"scale": 0.25}),
+    "one key head": lambda: (*shared(4, 1, N=11, M=23), {"scale": torch.tensor([0.1, 1.0, 3.0, 9.0])}),
+    "heads that share keys, cap, mask and bias": lambda: (
+        *shared(6, 3, N=13, M=17, size=30),
+        {"scale": 1.0, "cap": 5.0, "mask": random_mask(2, 6, 13, 17), "bias": bias_of(6, 13, 17)},
+    ),
+    "logits of 1e6, long": lambda: (*qk(N=9, M=200, size=3e5), {"scale": 0.25, "mask": random_mask(2, 3, 9, 200)}),
 }
 
 
@@ -95,13 +108,13 @@ def path(request, monkeypatch):
 @pytest.mark.usefixtures("path")
 def test_metrics_equal_a_float64_computation(case, reference):
     q, k, options = CASES[case]()
-    found = {name: value.numpy() for name, value in attention_stats(q, k, **options).items()}
-    assert set(found) == set(NAMES) - RAW
+    found = {name: value.numpy() for name, value in attention_stats(q, k, **options, groups=tuple(GROUPS)).items()}
+    assert set(found) == set(BY_NAME) - RAW
     true = reference(q, k, **options)
     largest = true["max_abs_logit"]
     for name in LOGITS:
         assert np.all(np.abs(found[name] - true[name]) <= 1e-5 * np.maximum(largest, 1e-3)), name
-    for name in ("entropy_mean", "entropy_frac", "attn_max_mean"):
+    for name in ("entropy_mean", "entropy_frac", "attn_max_mean", "sink_mean", "entropy_bound_mean"):
         np.testing.assert_allclose(found[name], true[name], atol=1e-4, rtol=0, err_msg=name)
     assert np.all(np.abs(found["entropy_p05"] - true["entropy_p05"]) <= 1e-4 + 1e-6 * largest)
     assert np.all(np.abs(found["logit_gap_mean"] - true["logit_gap_mean"]) <= 1e-5 * np.maximum(largest, 1))
@@ -121,13 +134,14 @@ def test_single_rows_are_within_their_bound(case, reference):
     q, k, options = CASES[case]()
     true = reference(q, k, **options)
     scale = torch.as_tensor(options.pop("scale")).detach().float().reshape(-1, 1, 1)
-    rows = row_stats(q.float() * scale, k.float(), **options)
+    rows = row_stats(q.float() * scale, k.float(), **options, groups=("bound",))
     bound = 1e-4 + 1e-6 * true["max_abs_logit"][:, None]
     valid = ~np.isnan(true["rows"])
     assert np.all((np.abs(rows.entropy.numpy() - true["rows"]) <= bound) | ~valid)
     if rows.valid is not None:
         np.testing.assert_array_equal(rows.valid.numpy(), valid)
     assert (rows.entropy.numpy()[valid] >= 0).all()
+    assert (rows.extra["entropy_bound"].numpy() <= rows.entropy.numpy() + bound)[valid].all()
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if "bias" not in c])
@@ -291,6 +305,37 @@ def test_scores_that_overflow_are_counted():
     assert s["score_ulp"].isnan()
 
 
+ADDITIVE = {"-inf": -math.inf, "finfo.min": torch.finfo(torch.float32).min, "-1e4": -1e4}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 3)), st.integers(1, 12), st.integers(1, 90),
+    st.integers(1, 9), st.sampled_from([1e-3, 1.0, 30.0, 1e6]), st.sampled_from([None, "bool", *ADDITIVE]),
+    st.booleans(), st.sampled_from([None, 1.0, 50.0]), st.integers(0, 2**31),
+)  # fmt: skip
+def test_any_shape_mask_and_size_of_logits_equals_float64(reference, heads, N, M, d, size, mask, biased, cap, seed):
+    """Heads that share keys, other numbers of keys than of queries, masks in every encoding, logits to 1e6."""
+    B, keyed, served = heads
+    q, k = qk(B, keyed * served, N, M, d, seed=seed)
+    k = k[:, :keyed]
+    scale = size / float((q.norm(dim=-1).max() * k.norm(dim=-1).max()).clamp_min(1e-6))
+    seen = None if mask is None else random_mask(B, keyed * served, N, M, seed)
+    given_mask = torch.zeros(seen.shape).masked_fill_(~seen, ADDITIVE[mask]) if mask in ADDITIVE else seen
+    bias = bias_of(keyed * served, N, M) if biased else None
+    found = attention_stats(q, k, scale, bias, given_mask, cap, groups=tuple(GROUPS))
+    if seen is not None and not seen.any((0, 2, 3)).all():
+        return  # a head without a pair has no maximum
+    true = reference(q, k, scale, bias, seen, cap)
+    slack = 1e-4 + 2e-6 * true["max_abs_logit"]
+    for name in ("entropy_mean", "entropy_p05", "attn_max_mean", "sink_mean", "entropy_bound_mean", "logit_gap_mean"):
+        assert np.all(np.abs(found[name].numpy() - true[name]) <= slack), name
+    for name in LOGITS:
+        assert np.all(np.abs(found[name].numpy() - true[name]) <= 1e-5 * np.maximum(true["max_abs_logit"], 1e-3)), name
+    np.testing.assert_array_equal(found["masked_rows"], true["masked_rows"])
+    np.testing.assert_array_equal(found["nonfinite"], 0.0)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     st.integers(1, 2), st.integers(1, 3), st.integers(1, 70), st.integers(1, 70), st.integers(1, 9),
@@ -367,6 +412,56 @@ def test_layers_of_one_call_are_measured_as_if_alone():
             torch.testing.assert_close(together[name][i], alone[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
+def test_layers_of_one_call_keep_their_own_bias_and_mask():
+    layers = [qk(N=9, M=11, seed=seed) for seed in range(3)]
+    biases = [bias_of(3, 9, 11), None, 2 * bias_of(1, 1, 9, 11)]
+    masks = [None, random_mask(2, 3, 9, 11), random_mask(2, 1, 9, 11, seed=3)]
+    q, k = zip(*layers, strict=True)
+    together = layer_stats(q, k, [0.25] * 3, bias=biases, mask=masks, groups=tuple(GROUPS))
+    for i in range(3):
+        alone = attention_stats(q[i], k[i], 0.25, biases[i], masks[i], groups=tuple(GROUPS))
+        for name in alone:
+            torch.testing.assert_close(together[name][i], alone[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_key_that_is_not_finite_spoils_every_head_that_reads_it():
+    q, k = shared(6, 2, N=17)
+    k[1, 1, 3, 0] = math.nan
+    s = attention_stats(q, k, 0.25)
+    assert s["nonfinite"].tolist() == [0.0] * 3 + [1.0 + 17] * 3
+    assert s["entropy_mean"].isnan().tolist() == [False] * 3 + [True] * 3
+
+
+@pytest.mark.parametrize("keyed", [4, 5])
+def test_heads_that_cannot_be_paired_are_refused(keyed):
+    q, k = qk(H=6)
+    with pytest.raises(ValueError, match=r"k \("):
+        attention_stats(q, torch.cat([k, k], 1)[:, :keyed], 1.0)
+
+
+def test_an_unknown_group_is_refused():
+    with pytest.raises(ValueError, match=r"sink"):
+        attention_stats(*qk(), 1.0, groups=("sinks",))
+
+
+def test_keys_of_several_heads_are_not_copied():
+    q, k = torch.randn(8, 32, 2, 64), torch.randn(8, 1, 600, 64)
+    with Largest() as largest:
+        attention_stats(q, k, 1.0)
+    assert largest.bytes <= 32 * k.nbytes / 8  # one image's, for the pair of the maximum
+
+
+@pytest.mark.parametrize("n", [2, 17, 1025])
+@pytest.mark.parametrize("size", [0.0, 0.5, 4.0, 11.0, 60.0, 1e4])
+def test_the_entropy_bound_is_attained_by_the_sharpest_row_of_its_length(n, size):
+    z = torch.full((n,), -size / math.sqrt(n * (n - 1)), dtype=torch.float64)
+    z[n // 2] = size * math.sqrt((n - 1) / n)
+    p = z.softmax(0)
+    entropy = -(p * p.log()).nan_to_num().sum()
+    found = entropy_bound(torch.tensor(size), torch.tensor(float(n)))
+    assert found.item() == pytest.approx(entropy.item(), rel=1e-4, abs=1e-6)
+
+
 class Largest(TorchDispatchMode):
     """Bytes of the largest tensor that any operation returns."""
 
@@ -412,6 +507,19 @@ def test_inputs_are_left_as_they_were():
     attention_stats(q, k, 3.0, cap=5.0, mask=random_mask(2, 3, 17, 17))
     assert torch.equal(q, kept[0])
     assert torch.equal(k, kept[1])
+
+
+def test_products_are_exact_where_training_rounds_them_to_bf16_on_cpu():
+    q, k = qk(N=200, d=64, size=30)
+    plain = attention_stats(q, k, 1.0)
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        found = attention_stats(q, k, 1.0)
+        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
+    assert torch.equal(found["max_logit"], plain["max_logit"])
 
 
 @pytest.mark.parametrize("asked", ["highest", "high"])

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from qkexp import load_run, load_sweep
+from qkexp.analysis.measures import series
 from qkexp.compose import compose_sweep
 from qkexp.config import UserError
 from qkexp.probe.frame import Frame, Group
-from qkexp.probe.metrics import NAMES
+from qkexp.probe.metrics import NAMES, names
 from qkexp.record.run import SCALARS, RunWriter
 from qkexp.train.events import Event
 
@@ -126,6 +127,23 @@ def test_layers_with_different_numbers_of_heads_are_read(tmp_path: Path) -> None
     record.frame(Frame(0, "train", ("a", "b"), groups))
     record.flush()
     np.testing.assert_allclose(load_run(tmp_path / "run").layers["entropy_mean"], [[1.0, 2.0]])
+
+
+def test_a_group_and_a_subsample_are_columns_where_they_were_asked_for_and_nowhere_else(tmp_path: Path) -> None:
+    record = writer(tmp_path / "run")
+    metrics = names(("sink",))
+    for step, part in ((0, False), (1, True)):
+        values = torch.full((len(metrics), 1, 2), float(step))
+        record.frame(Frame(step, "train", ("a",), (Group((0,), values),), metrics, subsampled=part))
+        record.flush()
+    record.finish(dict(OUTCOME))
+    run = load_run(tmp_path / "run")
+    assert list(run.attention.columns)[5:] == [*NAMES, "sink_mean", "subsampled"]
+    assert run.attention["subsampled"].eq(True).tolist() == [False, False, True, True]
+    assert run.layers["sink_mean"].tolist() == [[0.0], [1.0]]
+    assert "entropy_bound_mean" not in run.layers.values
+    with pytest.raises(UserError, match=r"entropy_bound_mean.*probe\.groups"):
+        series(run, "entropy_bound_mean")
 
 
 def test_second_attempt_replaces_what_the_first_recorded(tmp_path: Path) -> None:

@@ -183,6 +183,44 @@ def test_finished_run_that_recorded_less_is_refused_by_name(tmp_path: Path) -> N
     assert len(dense.missing(again=True)) == 1
 
 
+@pytest.mark.parametrize(
+    ("had", "asked", "key"),
+    [
+        ("probe.queries=8", "probe.queries=16", "probe.queries"),
+        ("probe.queries=8", "probe.queries=all", "probe.queries"),
+        ("probe.groups=[sink]", "probe.groups=[sink,bound]", "probe.groups"),
+        (None, "probe.groups=[bound]", "probe.groups"),
+        (None, "probe.queries=4", None),
+        ("probe.queries=16", "probe.queries=8", None),
+        ("probe.groups=[bound,sink]", "probe.groups=[sink]", None),
+    ],
+    ids=str,
+)
+def test_fewer_queries_or_groups_than_asked_are_less(tmp_path: Path, had: str | None, asked: str, key: str) -> None:
+    """None: a run from before the key."""
+    import yaml
+
+    from qkexp.config import as_dict
+
+    first, second = (
+        Plan.of(compose_sweep([*([keys] if keys else []), f"output_dir={tmp_path}"], single=True)).runs[0]
+        for keys in (had, asked)
+    )
+    plan = Plan.of(compose_sweep([asked, f"output_dir={tmp_path}"], single=True))
+    directory = plan.directory / second.name
+    directory.mkdir(parents=True)
+    config = as_dict(first.config)
+    if had is None:
+        del config["probe"]["queries"], config["probe"]["groups"]
+    (directory / "config.yaml").write_text(yaml.safe_dump(config))
+    write_json(directory / "outcome.json", {"status": "completed"})
+    if key is None:
+        assert plan.missing() == []
+    else:
+        with pytest.raises(UserError, match=key):
+            plan.missing()
+
+
 def test_lock_of_a_dead_process_is_stale_and_of_a_living_one_is_not() -> None:
     host = os.uname().nodename
     dead = subprocess.Popen([sys.executable, "-c", ""])
