@@ -647,7 +647,7 @@ def test_large_layers_are_measured_at_once_and_show_the_same(make_vit, images, m
         with probe.step(3):
             for part in parts:
                 vit(part)
-            assert [len(captures) for captures in probe._captures.values()] == [0 if limit == 0 else 2] * 4
+            assert [len(layer.captures) for layer in probe._layers] == [0 if limit == 0 else 2] * 4
         frames.append(probe.frame.to_pandas())
         assert (probe.spent > 0) == (limit == 0)
     assert list(frames[0].columns) == list(frames[1].columns)
@@ -655,4 +655,4 @@ def test_large_layers_are_measured_at_once_and_show_the_same(make_vit, images, m
     np.testing.assert_allclose(frames[1][numbers], frames[0][numbers], rtol=1e-5, atol=1e-6)
     with probe.step(4):
         vit(images)
-    assert not any(probe._done.values())
+    assert not any(layer.done for layer in probe._layers)
