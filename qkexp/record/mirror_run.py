@@ -68,7 +68,7 @@ class Copy:
         self.record: Record | None = None
         self._target: Any = None  # the open wandb.Run
         self._claimed: int | None = None  # a descriptor of the directory, locked while the W&B run is open
-        self._seen: tuple[float, ...] = ()
+        self._seen: tuple[object, ...] = ()
         self._config_version: tuple[int, int] | None = None
 
     def advance(self, final: bool) -> None:
@@ -193,7 +193,7 @@ class Copy:
         """Whether the run has an outcome of its own; while its lock is held, one may be an earlier attempt's."""
         return (self.directory / "outcome.json").exists() and not (self.directory / "lock").exists()
 
-    def _signature(self) -> tuple[float, ...]:
+    def _signature(self) -> tuple[object, ...]:
         """Changes whenever there may be something to do, at the price of a few ``stat`` calls."""
         names = ("config.yaml", "outcome.json", "parts", "scalars.parquet", "attention.parquet")
         held = (self.directory / "lock").exists()
