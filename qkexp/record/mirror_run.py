@@ -67,8 +67,8 @@ class Copy:
         self.record: Record | None = None
         self._target: Any = None  # the open wandb.Run
         self._claimed: int | None = None  # a descriptor of the directory, locked while the W&B run is open
-        self._seen: tuple[float, ...] = ()
-        self._config_time = 0.0
+        self._seen: tuple[object, ...] = ()
+        self._config_version: tuple[int, int] | None = None
 
     def advance(self, final: bool) -> None:
         """Send what is new; close the W&B run when the run has ended. ``final``: nothing more will come."""
@@ -117,7 +117,7 @@ class Copy:
         """The attempt's record: a run that was cleared and trained again is a new W&B run."""
         old, written = self.record, _changed(self.directory / "config.yaml")
         again = old is not None and old.mark != mark and (old.mark or old.status)
-        if old is None or again or self._config_time not in (0, written):
+        if old is None or again or self._config_version not in (None, written):
             if self._target is not None:
                 self._target.summary.update({"status": "restarted"})
                 self._close(CRASHED)
@@ -126,7 +126,7 @@ class Copy:
             name = f"{identity(run.typed)[:6]}-{attempt}-{secrets.token_hex(3)}"
             self.record = Record(name, self.project, self.mode, attempt=attempt)
             self._keep()
-        self._config_time = written
+        self._config_version = written
         assert self.record is not None
         return self.record
 
@@ -192,18 +192,20 @@ class Copy:
         """Whether the run has an outcome of its own; while its lock is held, one may be an earlier attempt's."""
         return (self.directory / "outcome.json").exists() and not (self.directory / "lock").exists()
 
-    def _signature(self) -> tuple[float, ...]:
+    def _signature(self) -> tuple[object, ...]:
         """Changes whenever there may be something to do, at the price of a few ``stat`` calls."""
         names = ("config.yaml", "outcome.json", "parts", "scalars.parquet", "attention.parquet")
         held = (self.directory / "lock").exists()
         return (held, *(_changed(self.directory / name) for name in names))
 
 
-def _changed(path: Path) -> float:
+def _changed(path: Path) -> tuple[int, int]:
+    """Time and inode: files are replaced whole, perhaps twice in one tick of the file system's clock."""
     try:
-        return path.stat().st_mtime_ns
+        found = path.stat()
     except OSError:
-        return 0
+        return 0, 0
+    return found.st_mtime_ns, found.st_ino
 
 
 def tags(run: Run) -> list[str]:
@@ -269,7 +271,7 @@ def _reading() -> Iterator[None]:
 def new_rows(run: Run, since: int, ended: bool) -> list[tuple[int, dict[str, float]]]:
     """At most ``CHUNK`` rows from step ``since`` on, without a gap: (step, scalars and layer values).
 
-    A probed step waits until its attention rows are there, which are written after its scalars.
+    A probed step waits until its attention rows are there.
 
     Raises:
         TablesChanged: while they were read.

@@ -96,10 +96,10 @@ class RunWriter:
         """Write what is buffered as parts; returns the frames written, for the event detector."""
         frames, rows = self._frames, self._rows
         self._frames, self._rows = [], []
+        if frames:  # first: a step that stands in scalars has its attention, whenever a kill comes
+            self._part("attention", frames[0].step, attention_table(frames))
         if rows:
             self._part("scalars", rows[0]["step"], pa.Table.from_pylist(rows, schema=SCALARS))
-        if frames:
-            self._part("attention", frames[0].step, attention_table(frames))
         self._flushed = time.monotonic()
         self.heartbeat()
         return frames

@@ -55,6 +55,8 @@ def measure(model: nn.Module, images: Tensor, cfg: RunConfig) -> dict[str, str]:
     watch = _Watch()
     handles = [handle for path, module in model.named_modules() for handle in _mark(path, module, watch)]
     kept = [p.grad for p in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = None  # else backward would add to it
     try:
         with torch.random.fork_rng([torch.cuda.current_device()] if cfg.device == "cuda" else []):
             with watch, autocast(cfg.precision, cfg.device):

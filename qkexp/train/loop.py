@@ -265,7 +265,7 @@ def clock(device: torch.device) -> float:
 def output_figures(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Largest |output logit| and mean log-partition: where output-logit divergence shows (Wortsman et al. 2023)."""
     logits = logits.detach()
-    return logits.abs().max(), logits.logsumexp(-1).mean()
+    return torch.linalg.vector_norm(logits, math.inf), logits.logsumexp(-1).mean()
 
 
 def detect(detector: Detector, frames: list[Frame]) -> list[Event]:

@@ -56,7 +56,7 @@ def test_bench_of_training_tells_shares_of_a_step_that_add_up(tmp_path: Path) ->
     parts = [f"micro {part} / step" for part in ("forward", "loss", "backward", "optimiser")]
     assert all(0 < figures[part] < 1 for part in parts)
     assert figures["micro backward / step"] > figures["micro optimiser / step"]
-    outside = figures["micro step outside forward, backward and optimiser / step"]
+    outside = figures["micro step outside forward, backward, optimiser and probe / step"]
     assert 0 < outside < 0.5
     assert figures["micro accumulate=4 / 4 plain steps"] == pytest.approx(1.0, abs=0.6)
 

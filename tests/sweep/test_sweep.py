@@ -89,7 +89,9 @@ def test_killed_run_leaves_tables_that_load(tmp_path: Path) -> None:
     run = load_run(directory)
     assert len(run.scalars) > 0
     assert run.scalars.step.tolist() == list(range(len(run.scalars)))
-    assert len(run.attention) == len(run.scalars) * 2 * 2
+    # a kill may come between the two tables of a flush: then attention is ahead, never behind
+    assert len(run.attention) >= len(run.scalars) * 2 * 2
+    assert set(run.scalars.step) <= set(run.attention.step)
     assert run.outcome is not None
     assert run.outcome["reason"] == "killed by SIGKILL"
 

@@ -17,6 +17,7 @@ from qkexp.config import ConfigError, RunConfig
 from qkexp.model.vit import build_vit
 from qkexp.record.load import Run
 from qkexp.sweep.job import execute
+from qkexp.train.dtypes import measure
 from qkexp.train.optim import Updater
 from qkexp.train.precision import check_machine, warnings
 from qkexp.train.schedule import learning_rate
@@ -82,6 +83,15 @@ def test_a_block_without_norms_has_no_type_of_them(tmp_path):
     trained(tmp_path, "model.block_norm=none", "train.steps=1")
     found = json.loads((tmp_path / "provenance.json").read_text())["dtypes"]
     assert (found["block_norm"], found["qk_norm"]) == ("-", "-")
+
+
+def test_the_dry_pass_leaves_gradients_as_they_are():
+    cfg = config()
+    vit = build_vit(cfg, image_size=8, channels=1, classes=10)
+    for p in vit.parameters():
+        p.grad = torch.ones_like(p)
+    measure(vit, torch.ones(2, 1, 8, 8), cfg)
+    assert all((p.grad == 1).all() for p in vit.parameters())
 
 
 def test_the_dry_pass_changes_no_number(tmp_path, monkeypatch):
