@@ -156,6 +156,26 @@ def data(options: argparse.Namespace) -> int:
     return DONE
 
 
+def probe(options: argparse.Namespace) -> int:
+    from qkexp.analysis import snapshot
+    from qkexp.probe.check import CoverageError
+
+    if options.batch < 1:
+        raise UserError(f"--batch={options.batch}: at least 1")
+    with out.status(f"probing {options.model}"):
+        subject = snapshot.subject(options.model, options.weights, options.images, options.batch)
+        try:
+            frame, coverage = snapshot.take(subject, options.groups)
+        except CoverageError as error:
+            raise UserError(f"{options.model}: {error}") from None
+        picture = snapshot.files(frame, subject, options.output / subject.name)
+    out.print(snapshot.table(frame))
+    for text in (f"{subject.name}: {subject.weights}; {subject.pictures}; {subject.precision}", str(coverage)):
+        out.print(text, soft_wrap=True, markup=False)
+    out.print(f"all heads and metrics: {picture.with_suffix('.csv')}\nmap: {picture}", soft_wrap=True)
+    return DONE
+
+
 # ---------------------------------------------------------------- what verbs share
 
 
@@ -335,6 +355,7 @@ VERBS: dict[str, Verb] = {
     "verify": (verify, "check an experiment's claims", "qkexp verify outputs/vit22b"),
     "figures": (figures, "draw PDF, PNG and CSV", "qkexp figures outputs/vit22b heatmaps"),
     "sync": (sync, "copy runs to W&B that are not there yet", "qkexp sync outputs/vit22b --mode online"),
+    "probe": (probe, "one frame of a timm model, or of a checkpoint of a run", "qkexp probe vit_small_patch16_224"),
     "data": (data, "fetch and convert a data set once", "qkexp data prepare fashion_mnist data.root=data"),
 }
 
@@ -370,6 +391,25 @@ def parser(verb: str) -> argparse.ArgumentParser:
     if verb == "status":
         p.add_argument("--watch", action="store_true", help="again every two seconds, until nothing runs")
         p.add_argument("--json", action="store_true", help="machine-readable")
+    if verb == "probe":
+        from qkexp.probe.metrics import GROUPS
+
+        p.add_argument("model", metavar="MODEL", help="a timm model's name, a run directory or a checkpoint in one")
+        p.add_argument(
+            "--weights",
+            default="random",
+            metavar="random|pretrained|FILE",
+            help="of a timm model; pretrained: from timm's hub or your cache of it, random where they cannot be had",
+        )
+        p.add_argument(
+            "--images",
+            type=Path,
+            metavar="DIR",
+            help="images; else those of the run's validation, or noise",
+        )
+        p.add_argument("--batch", type=int, default=8, help="how many images (8)")
+        p.add_argument("--groups", nargs="+", default=(), choices=sorted(GROUPS), help="further metrics")
+        p.add_argument("--output", type=Path, default=Path("outputs/probe"), metavar="DIR", help="(outputs/probe)")
     if verb == "data":
         from qkexp.compose import options
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import LogNorm, Normalize
+from matplotlib.colors import Normalize
 
+from qkexp.analysis.figures.maps import COLUMNS, bars, cells, layer_ticks, norms
 from qkexp.analysis.figures.selection import (
     DoesNotFit,
     at_highest_rate,
@@ -16,14 +16,8 @@ from qkexp.analysis.figures.selection import (
     recipe_text,
     unfinished_text,
 )
-from qkexp.analysis.figures.style import Drawing, canvas, look, plain_log_ticks, styled
+from qkexp.analysis.figures.style import Drawing, canvas, look, styled
 from qkexp.record.load import Run, Sweep
-
-COLUMNS = {
-    "entropy_frac": ("attention entropy, H / ln n", "0 = one-hot, 1 = uniform", "viridis"),
-    "max_abs_logit": ("max |logit|", "before any cap, log scale", "magma"),
-}
-ABSENT = {"facecolor": "white", "edgecolor": "#AAAAAA", "hatch": "////", "linewidth": 0.0}
 
 
 @styled
@@ -34,29 +28,17 @@ def heatmaps(sweep: Sweep) -> Drawing:
     if not runs:
         raise DoesNotFit("no probed steps at the highest rate")
     table = _table(runs, rate)
-    norms = {"entropy_frac": Normalize(0.0, 1.0), "max_abs_logit": _log_norm(table.max_abs_logit)}
+    scales = norms(table)
     rows = len(runs)
     height = 0.85 + 0.7 / rows  # the axis and the colour bar below the last row take about 0.7 inches
     sheet = canvas(rows, 2, panel=(3.7, height), paragraphs=_caption(runs, rate), legend_rows=0)
     for row, (name, run) in enumerate(runs.items()):
         for column, metric in enumerate(COLUMNS):
-            _map(sheet.axes[row, column], run, metric, norms[metric], last=row == rows - 1)
+            _map(sheet.axes[row, column], run, metric, scales[metric], last=row == rows - 1)
         sheet.axes[row, 0].set_title(look(name).label, size=8, weight="bold", pad=3)
-        sheet.axes[row, 0].set_ylabel("layer")
-    for column, (metric, (title, scale, colours)) in enumerate(COLUMNS.items()):
+    for column, (title, _, _) in enumerate(COLUMNS.values()):
         sheet.axes[0, column].set_title(f"{title}\n", loc="center", pad=3)  # a line above the row's own title
-        bar = sheet.figure.colorbar(
-            ScalarMappable(norms[metric], colours),
-            ax=list(sheet.axes[:, column]),
-            location="bottom",
-            aspect=45,
-            fraction=0.05,
-            pad=0.02,
-        )
-        bar.set_label(scale)
-        if metric == "max_abs_logit":
-            plain_log_ticks(bar.ax.xaxis, norms[metric].vmin or 1.0, norms[metric].vmax or 1.0)
-        bar.outline.set_visible(False)
+    bars(sheet, scales)
     return Drawing(sheet.figure, table)
 
 
@@ -76,24 +58,13 @@ def _map(axes: Axes, run: Run, metric: str, norm: Normalize, *, last: bool) -> N
     # a cell reaches from its step to the next probed one: nothing is interpolated
     gap = int(np.median(np.diff(steps))) if len(steps) > 1 else 1
     edges = np.append(steps, steps[-1] + gap)
-    values = np.ma.masked_invalid(run.layers[metric].T)
-    rows = np.append(layers, layers[-1] + 1) - 0.5
-    axes.patch.set(**ABSENT)
-    axes.pcolormesh(edges, rows, values, norm=norm, cmap=COLUMNS[metric][2], rasterized=True)
+    cells(axes, edges, np.append(layers, layers[-1] + 1) - 0.5, run.layers[metric].T, metric, norm)
     axes.set_xlim(0, max(run.typed.train.steps, edges[-1]))
-    every = -(-len(layers) // 6)
-    axes.set_yticks(layers[::every])
-    axes.tick_params(length=2)
+    layer_ticks(axes, layers)
     if last:
         axes.set_xlabel("step")
     else:
         axes.tick_params(labelbottom=False)
-
-
-def _log_norm(values: pd.Series) -> LogNorm:
-    known = values[np.isfinite(values) & (values > 0)]
-    low, high = (float(known.min()), float(known.max())) if len(known) else (1.0, 10.0)
-    return LogNorm(low, max(high, 1.001 * low))
 
 
 def _caption(runs: dict[str, Run], rate: float) -> list[str]:
