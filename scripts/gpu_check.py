@@ -109,7 +109,7 @@ class Side:
         """Backward and optimiser: the loss and the gradient's norm, read."""
         self.updater.clear()
         loss.backward()
-        norm = self.updater.grad_norms(self.updater.measure().tolist())["grad_norm"]
+        norm = self.updater.grad_norms([float(n) for n in self.updater.measure()])["grad_norm"]
         self.updater.step(step)
         return loss.item(), norm
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
@@ -157,8 +159,9 @@ def convert(cfg: DataConfig) -> str:
     if cfg.name == "synthetic":
         return "made from data.seed when it is used: nothing to prepare"
     if cfg.name == "imagefolder":
-        train, val = sources.image_folders(cfg)
-        return f"{cfg.root}: {len(train)} training and {len(val)} validation images of {len(train.classes)} classes"
+        data = _load_folder(cfg)
+        _decode_all(data)
+        return f"{cfg.root}: {len(data.train)} training and {len(data.val)} validation images of {data.classes} classes"
     return str(_convert_digits(cfg) if cfg.name == "digits" else sources.convert(cfg))
 
 
@@ -173,6 +176,22 @@ def _load_published(cfg: DataConfig) -> Dataset:
 def _load_folder(cfg: DataConfig) -> Dataset:
     train, val = (Folder(f, torch.tensor(f.targets), image_size(cfg)) for f in sources.image_folders(cfg))
     return Dataset(train, val, len(train.files.classes), channels=3)
+
+
+def _decode_all(data: Dataset) -> None:
+    """Read every image once: one that cannot be read is better found now than after hours of training."""
+    console = Console(stderr=True)
+    broken: list[str] = []
+    for name, split in (("train", data.train), ("val", data.val)):
+        for index in track(range(len(split)), f"reading {name}", console=console):
+            try:
+                split.stored(index)
+            except UserError as error:
+                broken.append(str(error))
+    if broken:
+        more = f"\n… and {len(broken) - 5} more" if len(broken) > 5 else ""
+        count = len(data.train) + len(data.val)
+        raise UserError(f"{len(broken)} of {count} images cannot be read:\n" + "\n".join(broken[:5]) + more)
 
 
 def _convert_digits(cfg: DataConfig) -> Path:

@@ -126,21 +126,24 @@ def train(
     def attempt(step: int, batches: list[Batch]) -> tuple[dict[str, float], float]:
         """Forward and backward of a step, its gradient measured: (figures, seconds of the probe)."""
         updater.clear()
-        outputs: list[Tensor] = []  # of each microbatch: loss, largest |output logit|, mean log-partition
+        # of each microbatch: loss, largest |output logit|, mean log-partition; the last two show output-logit
+        # divergence (Wortsman et al. 2023)
+        outputs: list[Tensor] = []
         with probe.step(step):
             for images, labels in batches:
                 with autocast(cfg.precision, cfg.device):
                     logits = forward(images.to(updater.flat.dtype))
                 logits = logits.float()
-                loss = objective(logits, labels, cfg.train)
-                outputs.append(torch.stack([loss.detach(), *output_figures(logits)]))
+                loss, log_partition = objective(logits, labels, cfg.train)
+                largest = torch.linalg.vector_norm(logits.detach(), math.inf)
+                outputs += [loss.detach(), largest, log_partition.mean()]
                 scaler.scale(loss / accumulate).backward()
             backward_done = clock(device)
         probe_seconds = clock(device) - backward_done + probe.spent
-        measured = torch.cat([*outputs, updater.measure(scaler)]).tolist()  # the step's one synchronisation
-        loss_, largest, logz = (measured[i : 3 * accumulate : 3] for i in range(3))
+        measured = torch.stack([*outputs, *updater.measure(scaler)]).tolist()  # the step's one synchronisation
+        loss_, largest_, logz = (measured[i : 3 * accumulate : 3] for i in range(3))
         figures = {"loss": sum(loss_) / accumulate, "out_logz_mean": sum(logz) / accumulate}
-        figures |= {"out_logit_absmax": max(largest), **updater.grad_norms(measured[3 * accumulate :])}
+        figures |= {"out_logit_absmax": max(largest_), **updater.grad_norms(measured[3 * accumulate :])}
         return figures, probe_seconds
 
     model.train()
@@ -233,7 +236,7 @@ def evaluate(model: nn.Module, split: Split, cfg: RunConfig) -> dict[str, float]
     for images, labels in validation_batches(split, cfg):
         with autocast(cfg.precision, cfg.device):
             logits = model(images.to(WEIGHTS[cfg.precision.weights]))
-        loss += objective(logits.float(), labels, cfg.train, reduction="sum").item()
+        loss += objective(logits.float(), labels, cfg.train, reduction="sum")[0].item()
         right += int((logits.argmax(-1) == labels).sum())
     model.train()
     return {
@@ -260,12 +263,6 @@ def clock(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def output_figures(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest |output logit| and mean log-partition: where output-logit divergence shows (Wortsman et al. 2023)."""
-    logits = logits.detach()
-    return torch.linalg.vector_norm(logits, math.inf), logits.logsumexp(-1).mean()
 
 
 def detect(detector: Detector, frames: list[Frame]) -> list[Event]:

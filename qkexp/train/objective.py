@@ -9,17 +9,23 @@ from torch.nn import functional as F
 from qkexp.config import TrainConfig
 
 
-def objective(logits: Tensor, labels: Tensor, cfg: TrainConfig, reduction: str = "mean") -> Tensor:
-    """Mean (or ``sum``) of the loss over images, nats: logits (B, classes) float32, labels (B,) or soft (B, classes).
+def objective(logits: Tensor, labels: Tensor, cfg: TrainConfig, reduction: str = "mean") -> tuple[Tensor, Tensor]:
+    """The loss and the log-partition log Σ exp of the output logits of each image, (B,), without a graph.
 
+    The loss is the mean (or ``sum``) over images, nats: logits (B, classes) float32, labels (B,) or soft (B, classes).
     ``sigmoid`` is binary cross-entropy summed over classes, as ViT-22B and its kin train (arXiv 2302.05442).
     """
+    if cfg.loss == "ce" and labels.ndim == 1 and not cfg.label_smoothing:
+        log_probs = F.log_softmax(logits, -1)  # what cross_entropy does; it knows the log-partition already
+        loss = F.nll_loss(log_probs, labels, reduction=reduction)
+        return loss, (logits.detach()[:, 0] - log_probs.detach()[:, 0])
+    log_partition = logits.detach().logsumexp(-1)
     if cfg.loss == "ce":
-        return F.cross_entropy(logits, labels, label_smoothing=cfg.label_smoothing, reduction=reduction)
+        return F.cross_entropy(logits, labels, label_smoothing=cfg.label_smoothing, reduction=reduction), log_partition
     soft = F.one_hot(labels, logits.shape[-1]) if labels.ndim == 1 else labels
     target = _smoothed(soft.to(logits.dtype), cfg.label_smoothing)
     loss = F.binary_cross_entropy_with_logits(logits, target, reduction="sum")
-    return loss / len(labels) if reduction == "mean" else loss
+    return (loss / len(labels) if reduction == "mean" else loss), log_partition
 
 
 def constant_loss(labels: Tensor, classes: int, cfg: TrainConfig) -> float:

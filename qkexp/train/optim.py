@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,8 @@ class Updater:
             for piece in self._pieces[name]
             if piece.projects_qk
         ]
+        self._one = torch.ones((), dtype=self.flat.dtype)  # factors are rounded as weights are; on the CPU to be read
+        self._decayed_spans = [self.flat[span] for span in _merged(s for n, p, s in _spans(self.named) if decays(n, p))]
         self._decayed = torch.cat([p.new_full((p.numel(),), float(decays(n, p))) for n, p in self.named])
         matrices, rest = self._split()
         self.optimizers = OPTIMIZERS[cfg.name](matrices, rest, cfg)
@@ -81,15 +83,15 @@ class Updater:
         """Set the gradient to zero: backward passes add to it."""
         self.grad.zero_()
 
-    def measure(self, scaler: torch.amp.GradScaler | None = None) -> Tensor:
+    def measure(self, scaler: torch.amp.GradScaler | None = None) -> Sequence[Tensor]:
         """Undo the scaling of the loss, and measure the gradient.
 
-        Returns the norm of each piece, (pieces,) float32, still on the device; :meth:`grad_norms` reads it.
+        Returns the norm of each piece, float32, still on the device; :meth:`grad_norms` reads them.
         """
         if scaler is not None:
             for optimizer in self.optimizers:
                 scaler.unscale_(optimizer)
-        return torch.stack(torch._foreach_norm(self._measured, dtype=torch.float32))
+        return torch._foreach_norm(self._measured, dtype=torch.float32)
 
     def grad_norms(self, pieces: Sequence[float]) -> dict[str, float]:
         """What :meth:`measure` returned, as numbers -> gradient norms before clipping: in all, and of each part."""
@@ -114,7 +116,7 @@ class Updater:
             self.grad.addcmul_(self.flat, self._decayed, value=self.cfg.weight_decay)
         elif self.cfg.weight_decay:
             factor = lr if self.cfg.decay == "coupled" else lr / self.cfg.lr
-            self.flat *= 1.0 - factor * self.cfg.weight_decay * self._decayed
+            torch._foreach_mul_(self._decayed_spans, float(1.0 - factor * self.cfg.weight_decay * self._one))
         self._change.copy_(self.flat)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -231,6 +233,16 @@ def _spans(named: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, s
     for name, parameter in named:
         yield name, parameter, slice(at, at + parameter.numel())
         at += parameter.numel()
+
+
+def _merged(spans: Iterable[slice]) -> list[slice]:
+    """Neighbours as one."""
+    found: list[slice] = []
+    for span in spans:
+        if found and found[-1].stop == span.start:
+            span = slice(found.pop().start, span.stop)
+        found.append(span)
+    return found
 
 
 Optimizers = list[torch.optim.Optimizer]

@@ -224,7 +224,9 @@ def test_gradient_parts_of_the_fused_block_are_those_of_its_rows_and_columns(mak
     updater = Updater(vit, OptimConfig(), steps=1)
     F.cross_entropy(vit(images), torch.arange(8)).backward()
     grads = {name: p.grad.clone() for name, p in vit.named_parameters()}
-    parts = {k.removeprefix("grad_norm_"): v for k, v in updater.grad_norms(updater.measure().tolist()).items()}
+    parts = {
+        k.removeprefix("grad_norm_"): v for k, v in updater.grad_norms([float(n) for n in updater.measure()]).items()
+    }
     squares = dict.fromkeys(PARTS, 0.0)
     for name, grad in grads.items():
         g = grad.double().square()

@@ -519,9 +519,9 @@ def test_a_step_that_raises_leaves_everything_as_it_was(make):
     assert probe.coverage is not None
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_memory_is_flat(make):
-    model = make()
+@pytest.mark.parametrize(("name", "steps"), [(name, 1000 if name == "discovered" else 30) for name in MODELS])
+def test_memory_is_flat(name, steps):
+    model = MODELS[name]()
     images = torch.randn(2, 3, 32, 32)
     probe = AttentionProbe(model)
 
@@ -531,14 +531,14 @@ def test_memory_is_flat(make):
         return len(found), sum(t.untyped_storage().nbytes() for t in found)
 
     counts = []
-    for step in range(30):
+    for step in range(steps):
         with probe.step(step):
             model(images).sum().backward()
         model.zero_grad()
         probe.frame.scalars()
-        if step in (4, 29):
+        if step in (4, steps - 1):
             counts.append(alive())
-    assert counts[0] == counts[1]
+    assert counts[1] <= counts[0]  # less where what other tests left has gone meanwhile
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])

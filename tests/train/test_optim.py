@@ -106,7 +106,7 @@ def test_gradient_norm_is_pytorchs_and_its_parts_add_up() -> None:
     updater = Updater(model, OptimConfig(), steps=10)
     gradients(model)
     expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])  # type: ignore[misc]
-    norms = updater.grad_norms(updater.measure().tolist())
+    norms = updater.grad_norms([float(n) for n in updater.measure()])
     assert norms["grad_norm"] == pytest.approx(float(expected), rel=1e-5)
     assert sum(norms[f"grad_norm_{p}"] ** 2 for p in PARTS) == pytest.approx(norms["grad_norm"] ** 2)
 
@@ -116,7 +116,9 @@ def test_gradient_parts_hold_what_their_names_say() -> None:
     updater = Updater(model, OptimConfig(), steps=10)
     gradients(model)
     grads = {name: p.grad.clone() for name, p in model.named_parameters()}
-    parts = {k.removeprefix("grad_norm_"): v for k, v in updater.grad_norms(updater.measure().tolist()).items()}
+    parts = {
+        k.removeprefix("grad_norm_"): v for k, v in updater.grad_norms([float(n) for n in updater.measure()]).items()
+    }
     expected = dict.fromkeys(PARTS, 0.0)
     for name, grad in grads.items():
         if "attn.qkv" in name:
@@ -135,7 +137,7 @@ def test_clipping_limits_the_gradient_to_the_norm_asked_for() -> None:
     model = vit()
     updater = Updater(model, OptimConfig(), steps=10)
     gradients(model)
-    norms = updater.grad_norms(updater.measure().tolist())
+    norms = updater.grad_norms([float(n) for n in updater.measure()])
     updater.clip(0.25 * norms["grad_norm"], norms["grad_norm"])
     assert float(updater.grad.norm()) == pytest.approx(0.25 * norms["grad_norm"], rel=1e-4)
     updater.clip(100.0, float(updater.grad.norm()))

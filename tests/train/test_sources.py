@@ -407,3 +407,18 @@ def test_an_image_that_cannot_be_read_is_named(workers: int, tmp_path: Path, ima
     assert outcome is not None
     assert outcome["reason"].startswith(f"{broken} cannot be read as an image")
     assert "Traceback" not in outcome["reason"]
+
+
+def test_prepare_reads_every_image_of_a_folder_and_names_the_broken_ones(
+    tmp_path: Path, image_folder: ImageFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A validation image that cannot be read would else end a run after its last step."""
+    root = image_folder(tmp_path / "root")
+    assert cli.main(["data", "prepare", "imagefolder", f"data.root={root}"]) == 0
+    broken = next((root / "val").rglob("*.jpg"))
+    broken.write_bytes(b"no image")
+    capsys.readouterr()
+    assert cli.main(["data", "prepare", "imagefolder", f"data.root={root}"]) == 2
+    message = capsys.readouterr().err
+    assert ": 1 of " in message
+    assert str(broken) in message.replace("\n", "")
