@@ -27,8 +27,15 @@ from qkexp.train import checkpoint
 from qkexp.train import data as datasets
 from qkexp.train.precision import WEIGHTS, autocast, resolve
 
-SHOWN = ("q_norm_mean", "k_norm_mean", "max_abs_logit", "attn_max_mean", "entropy_mean", "entropy_frac",
-         "collapsed_rows")  # fmt: skip
+# of all metrics, what fits a terminal: column title -> metric
+SHOWN = {
+    "‖q‖": "q_norm_mean",
+    "‖k‖": "k_norm_mean",
+    "max |z|": "max_abs_logit",
+    "attn max": "attn_max_mean",
+    "H/ln n": "entropy_frac",
+    "collapsed": "collapsed_rows",
+}
 
 
 @dataclass(frozen=True)
@@ -85,15 +92,15 @@ def subject(model: str, weights: str = "random", folder: Path | None = None, bat
 
 def table(frame: Frame) -> Table:
     """A row a layer; every number by its metric's own reduction over heads."""
-    shown = Table(title=None)
-    for title in ("layer", "module", "heads", *SHOWN):
-        shown.add_column(title, justify="left" if title == "module" else "right", overflow="fold")
+    shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in ("#", "module", "heads", *SHOWN):
+        shown.add_column(title, justify="left" if title == "module" else "right", no_wrap=title != "module")
     rows = {}
     for group in frame.groups:
         values = layer_values(to_numpy(group.values), frame.metrics)
         for place, layer in enumerate(group.layers):
-            numbers = (values[frame.metrics.index(name), place] for name in SHOWN)
-            cells = ("-" if number != number else f"{number:.4g}" for number in numbers)
+            numbers = (values[frame.metrics.index(name), place] for name in SHOWN.values())
+            cells = ("-" if number != number else f"{number:.3g}" for number in numbers)
             rows[layer] = (f"{layer}", frame.names[layer], f"{group.values.shape[2]}", *cells)
     for _, row in sorted(rows.items()):
         shown.add_row(*row)
