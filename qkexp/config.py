@@ -238,6 +238,9 @@ class ProbeConfig:
         "all", "Queries of an image that are measured, against all its keys: a number, or all.", identity=False
     )
     groups: list[str] = key([], "Further metrics (docs/metrics.md): any of sink, bound.", identity=False)
+    compiled: bool = key(
+        False, "Reduce rows of more than 64 keys by compiled code: faster where sequences are long.", identity=False
+    )
 
 
 @dataclass

@@ -75,6 +75,8 @@ class AttentionProbe:
         queries: measure so many rows of each image, evenly spread, or ``"all"``; always against all keys
             (:mod:`qkexp.probe.sample`). A frame of a part is ``subsampled``.
         groups: further metrics, any of :data:`qkexp.probe.metrics.GROUPS`.
+        compiled: reduce rows of more than 64 keys by code that torch.compile makes at the first frame, in some
+            seconds; it pays for itself in long runs with long sequences (docs/probe.md).
         adapters: your own, asked before the built-in ones (docs/probe.md).
         strict: a module that looks like attention and shows none is an error, not a warning.
 
@@ -98,6 +100,7 @@ class AttentionProbe:
         images: int | str = "all",
         queries: int | str = "all",
         groups: Sequence[str] = (),
+        compiled: bool = False,
         *,
         adapters: Sequence[type[Adapter] | Adapter] = (),
         strict: bool = False,
@@ -105,7 +108,7 @@ class AttentionProbe:
         if not set(groups) <= set(GROUPS):
             raise ValueError(f"groups={tuple(groups)}: there are {', '.join(GROUPS)}")
         self.every, self.images, self.queries, self.groups = every, images, queries, tuple(groups)
-        self.strict = strict
+        self.compiled, self.strict = compiled, strict
         self.subsampled = False  # whether something of this step was left out
         self.spent = 0.0
         self._turn = 0  # counts probed steps: which queries are measured, where not all are, depends on it
@@ -361,7 +364,15 @@ class AttentionProbe:
             q = [of_rows(x, chosen) for x in q]
             bias, mask = ([x if x is None else of_rows(_four(x), chosen) for x in each] for each in (bias, mask))
         stats = layer_stats(
-            q, k, scales, bias=bias, mask=mask, cap=spec.cap, score_dtype=spec.dtype, groups=self.groups
+            q,
+            k,
+            scales,
+            bias=bias,
+            mask=mask,
+            cap=spec.cap,
+            score_dtype=spec.dtype,
+            groups=self.groups,
+            fused=self.compiled,
         )
         stats |= raw_norms("q", [c.q_length for c in captures], stats)
         stats |= raw_norms("k", [c.k_length for c in captures], stats)

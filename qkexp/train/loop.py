@@ -70,7 +70,7 @@ def train(
     chance = constant_loss(data.train.labels, data.classes, cfg.train)
     data = data.to_device(cfg)
     p = cfg.probe
-    probe = AttentionProbe(model, every=p.every, images=p.images, queries=p.queries, groups=p.groups)
+    probe = AttentionProbe(model, p.every, p.images, p.queries, p.groups, p.compiled)
     updater = Updater(model, cfg.optim, steps)
     scaler = loss_scaler(cfg.precision, cfg.device)
     dtypes = measure(model, first_images.to(updater.flat), cfg)
