@@ -125,10 +125,10 @@ def _break_at(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> None:
     calls = {"n": 0}
     original = loop.objective
 
-    def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = original(*args, **kwargs)
+    def broken(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, log_partition = original(*args, **kwargs)
         calls["n"] += 1
-        return loss * value if calls["n"] == step + 1 else loss
+        return (loss * value if calls["n"] == step + 1 else loss), log_partition
 
     monkeypatch.setattr(loop, "objective", broken)
 
