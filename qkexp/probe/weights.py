@@ -134,10 +134,11 @@ def second_moment(optimizers: Iterable[torch.optim.Optimizer], weight: Tensor) -
         for group in optimizer.param_groups:
             for whole in group["params"]:
                 at = _place(weight, whole)
-                state = optimizer.state[whole] if at is not None and whole in optimizer.state else {}
-                if "exp_avg_sq" in state:
-                    v = state.get("max_exp_avg_sq", state["exp_avg_sq"]).flatten()[at : at + weight.numel()]
-                    return v.view(weight.shape) / (1.0 - group["betas"][1] ** state["step"]), group["eps"]
+                if at is None or "exp_avg_sq" not in optimizer.state.get(whole, {}):
+                    continue
+                state = optimizer.state[whole]
+                v = state.get("max_exp_avg_sq", state["exp_avg_sq"]).flatten()[at : at + weight.numel()]
+                return v.view(weight.shape) / (1.0 - group["betas"][1] ** state["step"]), group["eps"]
     return None
 
 
