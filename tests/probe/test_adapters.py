@@ -538,7 +538,7 @@ def test_memory_is_flat(make):
         probe.frame.scalars()
         if step in (4, 29):
             counts.append(alive())
-    assert counts[0] == counts[1]
+    assert all(late <= early for early, late in zip(*counts, strict=True))  # what other tests left may go
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])

@@ -119,6 +119,26 @@ def test_a_step_leaves_no_hook_and_keeps_no_graph(make_vit, images):
     loss.backward()
 
 
+def test_memory_does_not_grow_with_all_groups(make_vit, images):
+    vit = make_vit("attention=none", "model.depth=2")
+    optimizer = adam(vit)
+    probe = AttentionProbe(vit, groups=ALL, optimizer=optimizer)
+
+    def alive():
+        gc.collect()
+        found = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+        return len(found), sum(x.untyped_storage().nbytes() for x in found)
+
+    counts = []
+    for step in range(40):
+        one_step(vit, images, probe, optimizer, step, inside=step % 2 == 0)
+        probe.updated()
+        probe.frame.scalars()
+        if step in (9, 39):
+            counts.append(alive())
+    assert all(late <= early for early, late in zip(*counts, strict=True))  # what other tests left may go
+
+
 def test_groups_of_the_scores_alone_make_no_hook_and_no_row_of_head_minus_one(make_vit, images):
     vit = make_vit()
     probe = AttentionProbe(vit, groups=SCORE_GROUPS)
