@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.linalg import vector_norm
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qkexp import AttentionProbe
 from qkexp.model import core
@@ -117,6 +118,31 @@ def test_a_step_leaves_no_hook_and_keeps_no_graph(make_vit, images):
     assert [ref() for ref in seen] == [None] * 4, "the graph is alive and holds no capture"
     assert not any(group.values.requires_grad for group in probe.frame.groups)
     loss.backward()
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes the host wait for a device: values that are read, and shapes that depend on values."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        waits = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero")
+        self.count += func.overloadpacket.__name__ in waits
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_beside_the_scores_is_read_from_the_device(make_vit, images):
+    counts = []
+    for groups in ((), ALL):
+        vit = make_vit("attention=layernorm")
+        optimizer = torch.optim.Adam(vit.parameters(), fused=True)
+        probe = AttentionProbe(vit, groups=groups, optimizer=optimizer)
+        one_step(vit, images, probe, optimizer)  # the self-check reads
+        with Reads() as reads:
+            one_step(vit, images, probe, optimizer, step=1, inside=False)
+            probe.updated()
+        counts.append(reads.count)
+    assert counts[0] == counts[1] > 0
 
 
 def test_memory_does_not_grow_with_all_groups(make_vit, images):

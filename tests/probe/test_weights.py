@@ -11,6 +11,7 @@ import torch
 import torchvision
 from timm.models.vision_transformer import ParallelScalingBlock
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qkexp import AttentionProbe
 from qkexp.probe import gradients
@@ -224,6 +225,30 @@ def test_the_gradient_of_the_scores_is_autograds(case, chunk, monkeypatch):
     true = z.grad.square().sum((0, 2, 3))
     found = score_gradient(*(x.float() for x in (q, k, v, grad)), scale, bias, mask, cap)
     torch.testing.assert_close(found.double(), true, rtol=1e-5, atol=0)
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that any operation returns."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return out
+
+
+def test_the_gradient_of_long_sequences_never_builds_a_full_score_matrix(monkeypatch):
+    q, k, v, grad = (torch.randn(2, 2, 512, 8) for _ in range(4))
+    mask = torch.ones(2, 1, 1, 512, dtype=torch.bool)
+    expected = score_gradient(q, k, v, grad, 1.0, mask=mask)
+    monkeypatch.setattr(gradients, "CHUNK_BYTES", 1 << 16)
+    with Largest() as largest:
+        found = score_gradient(q, k, v, grad, 1.0, mask=mask)
+    assert largest.bytes <= max(1 << 16, q.nbytes)  # a single head's scores would be 1 << 20
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
 
 def test_rows_of_a_tensor_are_a_view_of_the_right_place():
