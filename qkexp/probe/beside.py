@@ -53,7 +53,7 @@ class Beside:
         self.values: dict[str, Tensor] = {}
         self._before: list[Tensor] = []  # W_q and W_k that the step found
         self._versions = self._written()
-        self._reached = False  # whether backward brought a gradient
+        self._reached: dict[int, int] = {}  # weights that backward brought a gradient: its version then
         self._leaving: list[Tensor] = []  # of each forward pass, (RMS of the block's output)² and how many numbers
         self._sizes: list[Tensor] = []  # of each forward pass, ‖X Xᵀ‖₂ of each image (B,)
         self._tokens = 0
@@ -73,8 +73,9 @@ class Beside:
             self._timed(self._look)(p)
             if self._growth is not None and p.source is not None:
                 handles.append(p.source.register_forward_pre_hook(Hook(self._timed(self._tokens_of))))
-            if "gradients" in wanted and p.q.weight.requires_grad:
-                handles.append(p.q.weight.register_post_accumulate_grad_hook(self._reach))
+            if "gradients" in wanted:
+                weights = {id(x.weight): x.weight for x in (p.q, p.k, p.v) if x.weight.requires_grad}
+                handles += [weight.register_post_accumulate_grad_hook(self._reach) for weight in weights.values()]
         return handles
 
     def _look(self, p: Projections) -> None:
@@ -119,8 +120,9 @@ class Beside:
         images = max(1, CHUNK_BYTES // (4 * self._tokens**2))
         self._sizes.append(torch.cat([product_norm(part, part, SQUARINGS) for part in x.split(images)]))
 
-    def _reach(self, _weight: Tensor) -> None:
-        self._reached = True
+    def _reach(self, weight: Tensor) -> None:
+        assert weight.grad is not None
+        self._reached[id(weight)] = weight.grad._version
 
     def _stream(self, x: object) -> Tensor | None:
         """The measured images of a residual stream, float32; None: it is none."""
@@ -147,10 +149,13 @@ class Beside:
 
     def _gradients(self, captures: Sequence[Capture], loss_scale: float | Tensor) -> None:
         p = self.projections
-        if p is not None and self._reached:
-            for name, rows in (("q", p.q), ("k", p.k), ("v", p.v)):
-                if rows.weight.grad is not None:
-                    self.values[f"w_{name}_grad_norm"] = norm([rows.of(rows.weight.grad)]) / loss_scale
+        for name, rows in () if p is None else (("q", p.q), ("k", p.k), ("v", p.v)):
+            grad, version = rows.weight.grad, self._reached.get(id(rows.weight))
+            if grad is not None and version is not None:
+                length = norm([rows.of(grad)])
+                if grad._version != version:  # clipped, which is well, or cleared, which is no gradient of 0
+                    length = torch.where(grad.count_nonzero() > 0, length, math.nan)
+                self.values[f"w_{name}_grad_norm"] = length / loss_scale
         squares = [
             score_gradient(c.q, c.k, c.v, c.grad, c.scale, c.bias, c.mask, c.spec.cap)
             for c in captures

@@ -347,6 +347,50 @@ def test_a_pass_without_backward_has_no_gradient_though_an_older_one_still_stand
     assert measured(probe) == FORWARD
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_gradient_that_was_cleared_within_the_step_is_absent_and_one_that_was_clipped_is_not(
+    make_vit, images, to_none
+):
+    vit = make_vit()
+    probe = AttentionProbe(vit, groups=("gradients",))
+    with probe.step(0):
+        F.cross_entropy(vit(images), LABELS).backward()
+        vit.zero_grad(set_to_none=to_none)
+    assert measured_of(probe) == {"score_grad_norm"}
+    with probe.step(1):
+        F.cross_entropy(vit(images), LABELS).backward()
+        nn.utils.clip_grad_norm_(vit.parameters(), 1e-3)
+    assert measured_of(probe) == set(columns_of("gradients"))
+    grads = heads(probe)[["w_q_grad_norm", "w_k_grad_norm", "w_v_grad_norm"]]
+    assert 0 < np.sqrt((grads.to_numpy() ** 2).sum()) <= 1e-3
+
+
+def test_projections_apart_are_looked_at_apart():
+    """W_v is frozen and holds an older gradient."""
+    model = nn.Sequential(nn.MultiheadAttention(12, 3, kdim=8, vdim=4, batch_first=True))
+    attention = model[0]
+    attention.v_proj_weight.requires_grad_(False)
+    attention.v_proj_weight.grad = torch.ones_like(attention.v_proj_weight)
+    probe = AttentionProbe(model, groups=("gradients",))
+    x = torch.randn(2, 5, 12)
+    with probe.step(0):
+        attention(x, x[..., :8], x[..., :4], need_weights=False)[0].square().sum().backward()
+    assert measured_of(probe) == {"w_q_grad_norm", "w_k_grad_norm", "score_grad_norm"}
+    expected = attention.q_proj_weight.grad.view(3, 4, 12).flatten(1).norm(dim=1)
+    np.testing.assert_allclose(heads(probe)["w_q_grad_norm"], expected, rtol=1e-5)
+
+
+def test_checkpointing_shows_the_same(make_vit, images):
+    frames = []
+    for checkpointing in (False, True):
+        vit = make_vit("attention=none")
+        vit.set_grad_checkpointing(checkpointing)
+        probe = AttentionProbe(vit, groups=ALL)
+        one_step(vit, images, probe)
+        frames.append(probe.frame.to_pandas())
+    assert frames[0].equals(frames[1])
+
+
 def test_an_update_after_the_step_is_the_one_inside_once_it_is_said(make_vit, images):
     frames = []
     for inside in (True, False):
