@@ -17,7 +17,8 @@ from typing import Any
 from omegaconf import II, OmegaConf
 
 SCHEMA_VERSION = 1
-PROBE_GROUPS = ("sink", "bound")  # those of qkexp.probe.metrics
+# those of qkexp.probe.metrics
+PROBE_GROUPS = ("sink", "bound", "spectral", "activations", "gradients", "update", "gains", "adam")
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,7 @@ class ProbeConfig:
     queries: Any = key(
         "all", "Queries of an image that are measured, against all its keys: a number, or all.", identity=False
     )
-    groups: list[str] = key([], "Further metrics (docs/metrics.md): any of sink, bound.", identity=False)
+    groups: list[str] = key([], f"Further metrics (docs/metrics.md): any of {', '.join(PROBE_GROUPS)}.", identity=False)
     compiled: bool = key(
         False, "Reduce rows of more than 64 keys by compiled code: faster where sequences are long.", identity=False
     )

@@ -11,8 +11,7 @@ from torch import Tensor
 from qkexp.model.core import per_head, soft_cap
 from qkexp.probe.adapters.base import Capture
 from qkexp.probe.rows import visible
-from qkexp.probe.stats import _full_products as full_products
-from qkexp.probe.stats import spacing
+from qkexp.probe.stats import full_float32, spacing
 
 IMAGES = 4  # of a batch are checked: the check keeps all their scores at once
 ULPS = 2.0  # a score may be so many of its dtype's spacings off: q·scale, the sum and a bias are rounded
@@ -64,7 +63,7 @@ def self_check(c: Capture) -> tuple[str | None, str | None]:
     heads = c.q.shape[1]
     if c.q.shape[0] != c.v.shape[0] or heads % c.k.shape[1] or heads % c.v.shape[1] or c.k.shape[2] != c.v.shape[2]:
         return f"q {tuple(c.q.shape)}, k {tuple(c.k.shape)} and v {tuple(c.v.shape)} do not fit", None
-    with torch.autocast(c.q.device.type, enabled=False), full_products():
+    with full_float32(c.q.device.type):
         q, k, v = (x[:IMAGES].float() for x in (c.q, c.k, c.v))
         if not (q.isfinite().all() and k.isfinite().all() and v.isfinite().all()):
             return None, "q, k or v is not finite"

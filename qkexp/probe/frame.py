@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qkexp.probe.metrics import BY_NAME, NAMES
+from qkexp.probe.metrics import BY_NAME, NAMES, headless
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Group:
-    """Layers of one shape: their indices in forward order, and metrics (metric, layer, head) over so many rows."""
+    """Layers of one shape: their indices in forward order, and metrics (metric, layer, head) over so many rows.
+
+    Where a metric of the frame has no heads, the first place of the last axis is head -1.
+    """
 
     layers: tuple[int, ...]
     values: Tensor
@@ -83,7 +86,7 @@ def columns(frames: Sequence[Frame]) -> dict[str, np.ndarray | list[str]]:
             count = group.values.shape[2]
             steps.append(np.full(count, frame.step, np.int32))
             layers.append(np.full(count, layer, np.int32))
-            heads.append(np.arange(count, dtype=np.int32))
+            heads.append(np.arange(count, dtype=np.int32) - headless(frame.metrics))
             phases += [frame.phase] * count
             parts += [frame.subsampled] * count
             modules += [frame.names[layer]] * count

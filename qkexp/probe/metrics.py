@@ -15,8 +15,9 @@ class Metric:
     """One number per layer and head.
 
     ``heads`` is the reduction that makes a layer's value from its heads (``max_pair``: from the head
-    that attains max |z|); ``shards`` the one over micro-batches and ranks: the mean of maxima is not
-    a maximum, so each metric says how its parts combine. ``cost`` is what it takes beyond the others:
+    that attains max |z|; ``none``: the layer has one value, which stands at head -1); ``shards`` the one over
+    micro-batches and ranks: the mean of maxima is not a maximum, so each metric says how its parts combine
+    (``norm``: root of the sum of squares, ``rms``: of their mean). ``cost`` is what it takes beyond the others:
     ``tokens`` a pass over q and k, ``pairs`` its part of the pass over the scores, ``none`` next to nothing.
     ``limits`` is what it does not tell.
     """
@@ -102,7 +103,80 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
                "never above entropy_mean; near it where one key holds the weight and the others share the rest",
                "collapse by itself: 0 means that the scores are spread widely enough for it"),
     ),
+    "spectral": (
+        Metric("qk_spectral_norm", "1", "mean", "mean", "weights",
+               "‖W_qᵀ W_k‖₂ of the head, of the weights that the forward passes saw; without scale and biases",
+               "σ of Zhai et al. 2023: without a QK norm |scale| · σ · ‖x‖ · ‖x'‖ bounds |z| (but for biases)",
+               "what inputs make of it; under a QK norm its size means nothing, for the score does not feel it"),
+        Metric("input_spectral_norm", "1", "none", "mean", "images",
+               "‖X Xᵀ‖₂ of an image's tokens X (N, C) before the projections, mean over images; where these have "
+               "biases, of X with a column of ones",
+               "σ_x of Zhai et al. 2023; about N · C where normed tokens look alike",
+               "which direction it is; absent with a QK norm, and in models of others"),
+        Metric("entropy_bound_spectral", "nats", "mean", "mean", "none",
+               "theorem 3.1 of Zhai et al. 2023 as published: the least entropy that "
+               "S = |scale| · ‖W_qᵀ W_k‖₂ · ‖X Xᵀ‖₂ allows, mean over images; biases of the projections count as one "
+               "more channel of W and X",
+               "never above entropy_bound_mean; larger than 0 only where weights or tokens are small",
+               "next to all: S grows with N · C, and beyond some 100 the bound is 0 in float32. "
+               "Absent where input_spectral_norm is"),
+    ),
+    "activations": (
+        Metric("block_in_max", "1", "none", "max", "tokens", "max |x| of the residual stream that enters the block",
+               "massive activations (Sun et al. 2024): over 100 and over 1,000 times the median",
+               "which channel and token; whether attention rests on that token: see sink_mean"),
+        Metric("block_in_peak", "1", "none", "max", "a median",
+               "max |x| / median |x| of the residual stream of an image, the largest of the images",
+               "1,000 and more: massive activations, if block_in_max is over 100 too",
+               "as block_in_max; a median near 0 raises it too"),
+        Metric("block_out_rms", "1", "none", "rms", "tokens", "RMS of the residual stream that leaves the block",
+               "set mainly by the learning rate (Wortsman et al. 2023, appendix C.1)",
+               "whether attention or MLP made it grow"),
+    ),
+    "gradients": (
+        Metric("w_q_grad_norm", "1", "mean", "mean", "weights",
+               "‖∂L/∂W_q‖_F of the head, of the gradient as it stands when the step ends, over the scale of the loss",
+               "one head far above the others, or above its own past, is where it breaks",
+               "the update: Adam divides by the gradient's own size. In this project's runs it is unclipped"),
+        Metric("w_k_grad_norm", "1", "mean", "mean", "weights", "‖∂L/∂W_k‖_F of the head", "as w_q_grad_norm",
+               "as w_q_grad_norm"),
+        Metric("w_v_grad_norm", "1", "mean", "mean", "weights", "‖∂L/∂W_v‖_F of the head",
+               "stays where attention is one-hot, while those of W_q and W_k vanish", "as w_q_grad_norm"),
+        Metric("score_grad_norm", "1", "mean", "norm", "four products",
+               "‖∂L/∂z‖_F over images, queries and keys, computed anew in float32 from ∂L/∂(p·v); of all queries of "
+               "the measured images",
+               "near 0 where attention is one-hot: softmax passes nothing on to W_q and W_k",
+               "what the kernel's rounding makes of it; how it is spread over pairs. Of ranks that average gradients "
+               "it is that of the sum of their losses, not of the mean"),
+    ),
+    "update": (
+        Metric("qk_update_ratio", "1", "mean", "mean", "a copy",
+               "‖ΔW‖_F / ‖W‖_F of W_q and W_k of the head together: W as the step found it, ΔW what the optimiser's "
+               "step made of it, decay included",
+               "how far one step turns the projections; compare layers and heads",
+               "direction: large updates to and fro lead nowhere"),
+    ),
+    "gains": (
+        Metric("q_gain_max", "1", "max", "max", "none",
+               "max |γ_q| over the head's channels, of the weights that the forward passes saw",
+               "with k_gain_max and score_scale it bounds |z| under a QK norm: where γ grows, z may",
+               "whether the channel is used; the learned scale stands in score_scale"),
+        Metric("k_gain_max", "1", "max", "max", "none", "max |γ_k| over the head's channels", "as q_gain_max",
+               "as q_gain_max"),
+    ),
+    "adam": (
+        Metric("q_grad_rms_eps", "1", "mean", "mean", "weights",
+               "RMS(√v̂) / ε over the head's W_q: Adam's running RMS of the gradient, bias corrected, after the step's "
+               "update, over its ε",
+               "near 1 and below, ε and not the gradient sets the size of updates, which then shrink "
+               "(Wortsman et al. 2023, figures 11 to 13)",
+               "single weights whose gradient is far below the RMS; absent where no Adam holds W_q"),
+        Metric("k_grad_rms_eps", "1", "mean", "mean", "weights", "RMS(√v̂) / ε over the head's W_k",
+               "as q_grad_rms_eps", "as q_grad_rms_eps"),
+    ),
 }  # fmt: skip
+
+SCORE_GROUPS = ("sink", "bound")  # what q and k alone show; the others look at weights, gradients and the block
 
 NAMES = tuple(m.name for m in METRICS)
 COLLAPSED = 0.05
@@ -118,7 +192,17 @@ def names(groups: Sequence[str] = ()) -> tuple[str, ...]:
     return tuple(m.name for m in metrics(groups))
 
 
+def besides(groups: Sequence[str]) -> tuple[Metric, ...]:
+    """The metrics of groups that need more than q and k: the last ones of :func:`metrics`."""
+    return tuple(m for name, group in GROUPS.items() if name in groups and name not in SCORE_GROUPS for m in group)
+
+
 BY_NAME = {m.name: m for m in metrics(tuple(GROUPS))}
+
+
+def headless(names: Sequence[str]) -> bool:
+    """Whether one of the metrics stands at head -1."""
+    return any(BY_NAME[name].heads == "none" for name in names)
 
 
 INTRODUCTION = """# Metrics of attention
@@ -130,9 +214,10 @@ product (after norm and rotation), c the score after a soft-cap, p = softmax(c) 
 unmasked keys of a row. Natural logarithm; computed in float32 outside autocast. A metric that was not measured is
 absent, never 0: where inputs are not finite, `nonfinite` says how many.
 
-`heads` is how a layer's value is made of its heads (`max_pair`: from the head that attains max |z|); `parts` how
-micro-batches and ranks combine. `cost` is what a metric takes beyond the others: `tokens` a pass over q and k, `pairs`
-its share of the one pass over the scores, `none` next to nothing.
+`heads` is how a layer's value is made of its heads (`max_pair`: from the head that attains max |z|; `none`: it has no
+heads and stands in a row of its own, at head −1); `parts` how micro-batches and ranks combine (`norm`: root of the sum
+of squares, `rms`: of their mean). `cost` is what a metric takes beyond the others: `tokens` a pass over q and k,
+`pairs` its share of the one pass over the scores, `weights` one over the projections, `none` next to nothing.
 
 **A part of a batch.** `probe.images` measures the first images of a batch, `probe.queries` some rows of each image
 against all its keys: row ⌊i·N/m⌋ + φ (modulo N) for i = 0 … m−1, with a phase φ that is another for each image and
@@ -146,6 +231,17 @@ where there is a QK norm.
 GROUP_INTRODUCTION = {
     "sink": 'Rests of attention: `probe.groups=[sink]`, `AttentionProbe(model, groups=("sink",))`.',
     "bound": "How sharp the scores' spread alone lets attention be: `probe.groups=[bound]`.",
+    "spectral": """How sharp weights and inputs let attention be, by the spectral norms of Zhai et al. 2023
+(sigma-Reparam, arXiv 2303.06296). Power iterations: a norm is approached from below, to within rounding unless many
+singular values nearly equal the largest.""",
+    "activations": "The residual stream around the block that holds the layer. Sun et al. 2024 is arXiv 2402.17762.",
+    "gradients": """What backward brings to the scores and to each head's projections. Absent unless backward runs
+within the step; `probe.step(step, loss_scale=...)` says what the loss was multiplied by.""",
+    "update": """What the optimiser's step changes: taken within `with probe.step(...)`, or after it and followed by
+`probe.updated()`. Absent without either.""",
+    "gains": "Learned gains of the QK norms; absent where there are none.",
+    "adam": """Needs `AttentionProbe(model, optimizer=...)` and, as `update`, the optimiser's step. Wortsman et al. 2023
+is arXiv 2309.14322.""",
 }
 
 

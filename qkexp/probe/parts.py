@@ -30,6 +30,8 @@ def combine(parts: Sequence[Tensor], rows: Sequence[int], metrics: Sequence[str]
             out.append(part.amax(0))
         elif metric.shards == "max_pair":
             out.append(part.gather(0, worst)[0])
+        elif metric.shards in ("norm", "rms"):
+            out.append((part.square() * (1.0 if metric.shards == "norm" else share)).sum(0).sqrt())
         else:
             out.append(part.sum(0) if metric.shards == "sum" else (part * share).sum(0))
     return torch.stack(out)

@@ -7,18 +7,20 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qkexp.probe.adapters import ADAPTERS, Adapter, Capture, Sink
 from qkexp.probe.adapters.kernels import Kernels
+from qkexp.probe.beside import HOOKED, Beside, with_room, write
 from qkexp.probe.check import Coverage, CoverageError, SelfCheckError, self_check
 from qkexp.probe.frame import Frame, Group
-from qkexp.probe.metrics import GROUPS, names
+from qkexp.probe.metrics import GROUPS, SCORE_GROUPS, besides, names
 from qkexp.probe.parts import combine
 from qkexp.probe.rows import CHUNK_BYTES
 from qkexp.probe.sample import of_rows, spread
@@ -38,6 +40,8 @@ class Layer:
     done: list[tuple[Tensor, int, int]] = field(default_factory=list)  # measured at once; of images, of rows
     checked: bool = False
     why_not: str = "it was not reached"
+    parent: nn.Module | None = None  # that holds it
+    beside: Beside | None = None  # of the last probed step, where a group of metrics wants it
 
     @property
     def fired(self) -> bool:
@@ -46,6 +50,11 @@ class Layer:
     @property
     def tentative(self) -> bool:
         return getattr(self.adapter, "tentative", False)
+
+    def ask(self, method: str) -> Any:
+        """What an optional method of the adapter says of this layer; None where there is no such method."""
+        answer = getattr(self.adapter, method, None)
+        return None if answer is None else answer(self.module, self.parent)
 
     @property
     def in_graph(self) -> bool:
@@ -77,6 +86,7 @@ class AttentionProbe:
         groups: further metrics, any of :data:`qkexp.probe.metrics.GROUPS`.
         compiled: reduce rows of more than 64 keys by code that torch.compile makes at the first frame, in some
             seconds; it pays for itself in long runs with long sequences (docs/probe.md).
+        optimizer: yours, or several, for the group ``adam``.
         adapters: your own, asked before the built-in ones (docs/probe.md).
         strict: a module that looks like attention and shows none is an error, not a warning.
 
@@ -84,7 +94,7 @@ class AttentionProbe:
         frame: this step's :class:`~qkexp.probe.frame.Frame`; None on steps that were not probed.
         names: layers in the order in which the model registers them; wrappers leave no trace in a name.
         coverage: what the first probed step found and checked; None before.
-        spent: seconds of this step that hooks took to measure at once.
+        spent: seconds of this step that it took beside what it does when the step ends.
 
     Raises:
         CoverageError: the model has no attention, or, after the first probed step, a layer did not fire.
@@ -102,12 +112,15 @@ class AttentionProbe:
         groups: Sequence[str] = (),
         compiled: bool = False,
         *,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
         adapters: Sequence[type[Adapter] | Adapter] = (),
         strict: bool = False,
     ):
         if not set(groups) <= set(GROUPS):
             raise ValueError(f"groups={tuple(groups)}: there are {', '.join(GROUPS)}")
         self.every, self.images, self.queries, self.groups = every, images, queries, tuple(groups)
+        self.optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+        self.gradients = "gradients" in self.groups
         self.compiled, self.strict = compiled, strict
         self.subsampled = False  # whether something of this step was left out
         self.spent = 0.0
@@ -138,9 +151,15 @@ class AttentionProbe:
         return tuple(layer.name for layer in self._layers)
 
     @contextmanager
-    def step(self, step: int, phase: str = "train") -> Iterator[None]:
-        """Forward passes inside belong to ``step``; those outside are not measured."""
+    def step(self, step: int, phase: str = "train", *, loss_scale: float | Tensor = 1.0) -> Iterator[None]:
+        """Forward passes inside belong to ``step``; those outside are not measured.
+
+        Backward belongs inside for the group ``gradients``; ``loss_scale`` is what the loss was multiplied by, and the
+        gradients still are when this ends. The optimiser's step may be inside, or after it (:meth:`updated`).
+        """
         self.frame = None
+        for layer in self._layers:
+            layer.beside = None
         self._turn, self.spent = step // max(self.every, 1), 0.0
         if not (self.every > 0 and step % self.every == 0):
             yield
@@ -150,10 +169,28 @@ class AttentionProbe:
                 yield
             self.active = False
             self._check_coverage()
-            values = self._reduce()
+            values = self._with_besides(self._reduce(), loss_scale)
             self.frame = Frame(step, phase, self.names, values, names(self.groups), self.subsampled)
+            if any(layer.beside is not None and layer.beside.was_updated() for layer in self._layers):
+                self.updated()
         finally:
             self._forget()
+
+    def updated(self) -> None:
+        """Say that the optimiser has stepped, where it does so after ``with probe.step(...)``: completes ``frame``.
+
+        Needed by the groups ``update`` and ``adam`` only, and without effect after a step that was not probed.
+        """
+        if self.frame is None or all(layer.beside is None for layer in self._layers):
+            return
+        began = time.perf_counter()
+        for layer in self._layers:
+            if layer.beside is not None:
+                layer.beside.updated(self.optimizers)
+        self.frame = replace(self.frame, groups=self._written(self.frame.groups))
+        for layer in self._layers:
+            layer.beside = None
+        self.spent += time.perf_counter() - began
 
     def take(self, x: Tensor) -> Tensor:
         """The measured images of an activation, detached (for adapters)."""
@@ -176,7 +213,8 @@ class AttentionProbe:
         for adapter in adapters:
             for raw, module in adapter.find(model):
                 name = plain_name(raw)
-                layer = Layer(name, module, adapter)
+                parent = model.get_submodule(raw.rpartition(".")[0]) if raw else None
+                layer = Layer(name, module, adapter, parent=parent)
                 if name not in found and not (layer.tentative and any(_nested(name, n) for n in found)):
                     found[name] = layer
         return self._in_order(list(found.values()))
@@ -210,15 +248,21 @@ class AttentionProbe:
                 if layer.adapter is not None and not layer.in_graph:
                     for handle in layer.adapter.attach(layer.module, self, self._sink(layer)):
                         stack.callback(handle.remove)
+            for layer in self._layers if besides(self.groups) else ():
+                layer.beside = Beside(self.groups, layer.ask("projections"), layer.ask("block"), self.take)
+                for handle in layer.beside.begin():
+                    stack.callback(handle.remove)
             yield
 
     def _graphs(self) -> bool:
         """Whether probed steps may run compiled: every layer's hooks stand on it and can be compiled."""
-        return self._in_graph and all(layer.in_graph for layer in self._layers)
+        return self._in_graph and not HOOKED & set(self.groups) and all(layer.in_graph for layer in self._layers)
 
     def _forget(self) -> None:
         self.active = self.checking = self.subsampled = False
         for layer in self._layers:
+            for capture in layer.captures:
+                capture.forget()
             layer.captures.clear()
             layer.done.clear()
 
@@ -241,11 +285,12 @@ class AttentionProbe:
         """Whether a layer's q and k are not kept: it shares no call, and where autograd does not keep them we need not.
 
         A device works behind the host's clock, and its fused kernels keep q and k for the backward pass anyway. A step
-        that is checked needs them.
+        that is checked, or whose scores' gradient is wanted, needs them.
         """
         B, H, N, _ = c.q.shape
         large = 4 * B * H * self._rows(N) * c.k.shape[2] > CHUNK_BYTES
-        return large and not self.checking and c.q.device.type == "cpu" and not torch.compiler.is_compiling()
+        kept = self.checking or self.gradients
+        return large and not kept and c.q.device.type == "cpu" and not torch.compiler.is_compiling()
 
     # ------------------------------------------------------------ trust
 
@@ -324,7 +369,7 @@ class AttentionProbe:
     def _reduce(self) -> tuple[Group, ...]:
         """Captures -> metrics; layers of one shape and score share calls where that is faster."""
         groups: dict[tuple, list[int]] = defaultdict(list)
-        out, measured = [], names(self.groups)
+        out, measured = [], self._of_scores
         for place, layer in enumerate(self._layers):
             if layer.captures:
                 groups[(len(layer.captures), *(_signature(c) for c in layer.captures))].append(place)
@@ -376,7 +421,37 @@ class AttentionProbe:
         )
         stats |= raw_norms("q", [c.q_length for c in captures], stats)
         stats |= raw_norms("k", [c.k_length for c in captures], stats)
-        return torch.stack([stats[name] for name in names(self.groups)])
+        return torch.stack([stats[name] for name in self._of_scores])
+
+    @property
+    def _of_scores(self) -> tuple[str, ...]:
+        """The metrics that captures show."""
+        return names([group for group in self.groups if group in SCORE_GROUPS])
+
+    def _with_besides(self, groups: tuple[Group, ...], loss_scale: float | Tensor) -> tuple[Group, ...]:
+        """Room for the metrics that stand beside the scores, and what is known of them by now."""
+        if not besides(self.groups):
+            return groups
+        for group in groups:
+            scales = group.values[self._of_scores.index("score_scale")]
+            for scale, layer in zip(scales, (self._layers[i] for i in group.layers), strict=True):
+                if layer.beside is None:  # it was discovered in this step
+                    layer.beside = Beside(self.groups, None, None, self.take)
+                layer.beside.end(layer.captures, scale, loss_scale)
+                self.spent += layer.beside.spent
+        metrics = names(self.groups)
+        return self._written(replace(group, values=with_room(group.values, metrics)) for group in groups)
+
+    def _written(self, groups: Iterable[Group]) -> tuple[Group, ...]:
+        """Copies of groups, with what stands beside the scores as far as it is known."""
+        out = []
+        for group in groups:
+            values = group.values.clone()
+            for place, number in enumerate(group.layers):
+                beside = self._layers[number].beside
+                write(values[:, place], names(self.groups), {} if beside is None else beside.values)
+            out.append(replace(group, values=values))
+        return tuple(out)
 
 
 def _four(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qkexp.model.core import soft_cap
-from qkexp.probe.metrics import COLLAPSED, GROUPS, names
+from qkexp.probe.metrics import COLLAPSED, SCORE_GROUPS, names
 from qkexp.probe.rows import MASKED, SHORT, Rows, joined, pairs_of, row_stats, visible
 
 
@@ -40,7 +40,7 @@ def attention_stats(
         mask: broadcastable to (B, H, N, M): bool, True where a key may be attended to; or additive,
             where 0 shows a key, -1e4 and below hide it, and other values are refused (pass them as bias).
         cap: soft-cap of the score, None for none.
-        groups: further metrics, any of :data:`qkexp.probe.metrics.GROUPS`.
+        groups: further metrics, any of :data:`qkexp.probe.metrics.SCORE_GROUPS`.
 
     Returns:
         Metric name -> (H,) float32, on q's device; the names are those of
@@ -55,8 +55,8 @@ def attention_stats(
         raise ValueError("mask must be bool, or additive with 0 (seen) and -1e4 or below (hidden); use bias else")
     if q.shape[1] % k.shape[1] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)}: (B, H, N, d) and (B, H / n, M, d) are meant")
-    if not set(groups) <= set(GROUPS):
-        raise ValueError(f"groups {tuple(groups)}: there are {', '.join(GROUPS)}")
+    if not set(groups) <= set(SCORE_GROUPS):
+        raise ValueError(f"groups {tuple(groups)}: of q and k alone there are {', '.join(SCORE_GROUPS)}")
     out = layer_stats([q], [k], [scale], bias=bias, mask=mask, cap=cap, groups=groups)
     return {name: out[name][0] for name in names(groups) if name in out}
 
@@ -83,7 +83,7 @@ def layer_stats(
     L, (B, H, *_) = len(q), q[0].shape
     served = H // k[0].shape[1]  # query heads of a key head
     biases, masks = _a_layer(bias, L), _a_layer(mask, L)
-    with torch.autocast(q[0].device.type, enabled=False), _full_products():
+    with full_float32(q[0].device.type):
         (qf, kf), (q_norm, k_norm), (q_bad, k_bad) = zip(*(_magnitudes(x) for x in (q, k)), strict=True)
         scales = torch.stack([_scale(s, H, qf.device) for s in scale])  # (L, H)
         qf.view(L, B, H, -1).mul_(scales.view(L, 1, H, 1))
@@ -132,15 +132,16 @@ def _rows(
 
 
 @contextmanager
-def _full_products() -> Iterator[None]:
-    """Products of float32 in float32: TF32 or BF16, where training asked for it, errs by 1e-3 of a score and more."""
+def full_float32(device: str) -> Iterator[None]:
+    """Outside autocast, and products of float32 in float32: TF32 or BF16, where training asked for it, errs by 1e-3."""
     cpu: Any = torch.backends.mkldnn
     backends = (torch.backends.cuda.matmul, cpu.matmul)
     kept = [backend.fp32_precision for backend in backends]
     for backend in backends:
         backend.fp32_precision = "ieee"
     try:
-        yield
+        with torch.autocast(device, enabled=False):
+            yield
     finally:
         for backend, precision in zip(backends, kept, strict=True):
             backend.fp32_precision = precision

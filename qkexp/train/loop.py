@@ -70,8 +70,8 @@ def train(
     chance = constant_loss(data.train.labels, data.classes, cfg.train)
     data = data.to_device(cfg)
     p = cfg.probe
-    probe = AttentionProbe(model, p.every, p.images, p.queries, p.groups, p.compiled)
     updater = Updater(model, cfg.optim, steps)
+    probe = AttentionProbe(model, p.every, p.images, p.queries, p.groups, p.compiled, optimizer=updater.optimizers)
     scaler = loss_scaler(cfg.precision, cfg.device)
     dtypes = measure(model, first_images.to(updater.flat), cfg)
     forward = torch.compile(model) if cfg.compile else model
@@ -124,12 +124,12 @@ def train(
         record.checkpoint(done, state)
 
     def attempt(step: int, batches: list[Batch]) -> tuple[dict[str, float], float]:
-        """Forward and backward of a step, its gradient measured: (figures, seconds of the probe)."""
+        """Forward and backward of a step, its gradient measured: (figures, seconds of the probe after them)."""
         updater.clear()
         # of each microbatch: loss, largest |output logit|, mean log-partition; the last two show output-logit
         # divergence (Wortsman et al. 2023)
         outputs: list[Tensor] = []
-        with probe.step(step):
+        with probe.step(step, loss_scale=scaler.get_scale()):
             for images, labels in batches:
                 with autocast(cfg.precision, cfg.device):
                     logits = forward(images.to(updater.flat.dtype))
@@ -139,7 +139,7 @@ def train(
                 outputs += [loss.detach(), largest, log_partition.mean()]
                 scaler.scale(loss / accumulate).backward()
             backward_done = clock(device)
-        probe_seconds = clock(device) - backward_done + probe.spent
+        probe_seconds = clock(device) - backward_done
         measured = torch.stack([*outputs, *updater.measure(scaler)]).tolist()  # the step's one synchronisation
         loss_, largest_, logz = (measured[i : 3 * accumulate : 3] for i in range(3))
         figures = {"loss": sum(loss_) / accumulate, "out_logz_mean": sum(logz) / accumulate}
@@ -158,17 +158,20 @@ def train(
             skipped, scale = skipped + 1, scaler.get_scale()
             figures, probe_seconds = attempt(step, batches)
             scaler.update()
+        broken = next((name for name in ("loss", "grad_norm") if not math.isfinite(figures[name])), None)
+        if broken is None:
+            if cfg.train.clip_norm is not None:
+                updater.clip(cfg.train.clip_norm, figures["grad_norm"])
+            update = updater.step(step)
+            probe.updated()
         if probe.frame is not None:
             record.frame(probe.frame)
-        broken = next((name for name in ("loss", "grad_norm") if not math.isfinite(figures[name])), None)
         if broken is not None:
             nonfinite = f"{broken} is {figures[broken]} at step {step}"
             break
-        if cfg.train.clip_norm is not None:
-            updater.clip(cfg.train.clip_norm, figures["grad_norm"])
-        update = updater.step(step)
         if step == first:
             record.note(dtypes={**dtypes, "optimizer_state": updater.state_dtypes()})
+        probe_seconds += probe.spent
         row = {
             "step": step,
             **figures,

@@ -538,7 +538,7 @@ def test_memory_is_flat(name, steps):
         probe.frame.scalars()
         if step in (4, steps - 1):
             counts.append(alive())
-    assert counts[1] <= counts[0]  # less where what other tests left has gone meanwhile
+    assert all(late <= early for early, late in zip(*counts, strict=True))  # what other tests left may go
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])

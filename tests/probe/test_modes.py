@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from qkexp import AttentionProbe
-from qkexp.probe.metrics import METRICS, NAMES
+from qkexp.probe.metrics import METRICS, NAMES, besides
 from qkexp.probe.parts import combine
 
 SMALL = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 48, "num_heads": 3, "num_classes": 5}
@@ -243,12 +243,15 @@ def free_port():
         return s.getsockname()[1]
 
 
+BESIDE = ("spectral", "activations", "gradients")
+
+
 def rank_main(rank, port, x, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=2, rank=rank)
     try:
         model = nn.parallel.DistributedDataParallel(vit())
-        probe = AttentionProbe(model)
+        probe = AttentionProbe(model, groups=BESIDE)
         part = (x[:1], x[1:])[rank]  # unlike sizes
         with probe.step(0):
             F.cross_entropy(model(part), torch.arange(len(part))).backward()
@@ -266,11 +269,14 @@ def test_ranks_agree_on_the_numbers_of_all_of_them(x, tmp_path):
     mp.spawn(rank_main, (free_port(), x, str(tmp_path)), nprocs=2)
     ranks = [torch.load(tmp_path / f"{r}.pt", weights_only=False) for r in range(2)]
     model = vit()
-    whole = frame_of(AttentionProbe(model), lambda: model(x))
+    whole = frame_of(AttentionProbe(model, groups=BESIDE), lambda: model(x))
     assert ranks[0]["names"] == ("blocks.0.attn", "blocks.1.attn")  # no trace of the wrapper
     assert ranks[0]["all"].equals(ranks[1]["all"])
-    exact = [m.name for m in METRICS if m.name != "entropy_p05"]
+    exact = [m.name for m in (*METRICS, *besides(BESIDE[:2])) if m.name != "entropy_p05"]
     np.testing.assert_allclose(ranks[0]["all"][exact], whole[exact], rtol=1e-4, atol=1e-6)
+    averaged = [rank[frame]["w_q_grad_norm"].dropna() for rank in ranks for frame in ("own", "all")]
+    for norms in averaged:  # the gradient after the ranks exchanged theirs
+        np.testing.assert_allclose(norms, averaged[0], rtol=1e-6)
     assert not np.allclose(ranks[0]["own"]["max_abs_logit"], ranks[1]["own"]["max_abs_logit"])
 
 

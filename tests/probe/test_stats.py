@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qkexp
 from qkexp.probe import rows
-from qkexp.probe.metrics import BY_NAME, GROUPS
+from qkexp.probe.metrics import SCORE_GROUPS, names
 from qkexp.probe.rows import entropy_bound, row_stats
 from qkexp.probe.stats import attention_stats, layer_stats, percentile, spacing
 
@@ -109,8 +109,8 @@ def path(request, monkeypatch):
 @pytest.mark.usefixtures("path")
 def test_metrics_equal_a_float64_computation(case, reference):
     q, k, options = CASES[case]()
-    found = {name: value.numpy() for name, value in attention_stats(q, k, **options, groups=tuple(GROUPS)).items()}
-    assert set(found) == set(BY_NAME) - RAW
+    found = {name: value.numpy() for name, value in attention_stats(q, k, **options, groups=SCORE_GROUPS).items()}
+    assert set(found) == set(names(SCORE_GROUPS)) - RAW
     true = reference(q, k, **options)
     largest = true["max_abs_logit"]
     for name in LOGITS:
@@ -340,7 +340,7 @@ def test_any_shape_mask_and_size_of_logits_equals_float64(reference, heads, N, M
     seen = None if mask is None else random_mask(B, keyed * served, N, M, seed)
     given_mask = torch.zeros(seen.shape).masked_fill_(~seen, ADDITIVE[mask]) if mask in ADDITIVE else seen
     bias = bias_of(keyed * served, N, M) if biased else None
-    found = attention_stats(q, k, scale, bias, given_mask, cap, groups=tuple(GROUPS))
+    found = attention_stats(q, k, scale, bias, given_mask, cap, groups=SCORE_GROUPS)
     if seen is not None and not seen.any((0, 2, 3)).all():
         return  # a head without a pair has no maximum
     true = reference(q, k, scale, bias, seen, cap)
@@ -434,9 +434,9 @@ def test_layers_of_one_call_keep_their_own_bias_and_mask():
     biases = [bias_of(3, 9, 11), None, 2 * bias_of(1, 1, 9, 11)]
     masks = [None, random_mask(2, 3, 9, 11), random_mask(2, 1, 9, 11, seed=3)]
     q, k = zip(*layers, strict=True)
-    together = layer_stats(q, k, [0.25] * 3, bias=biases, mask=masks, groups=tuple(GROUPS))
+    together = layer_stats(q, k, [0.25] * 3, bias=biases, mask=masks, groups=SCORE_GROUPS)
     for i in range(3):
-        alone = attention_stats(q[i], k[i], 0.25, biases[i], masks[i], groups=tuple(GROUPS))
+        alone = attention_stats(q[i], k[i], 0.25, biases[i], masks[i], groups=SCORE_GROUPS)
         for name in alone:
             torch.testing.assert_close(together[name][i], alone[name], rtol=1e-5, atol=1e-6, msg=name)
 
@@ -456,9 +456,10 @@ def test_heads_that_cannot_be_paired_are_refused(keyed):
         attention_stats(q, torch.cat([k, k], 1)[:, :keyed], 1.0)
 
 
-def test_an_unknown_group_is_refused():
+@pytest.mark.parametrize("group", ["sinks", "gradients"])
+def test_a_group_that_is_unknown_or_needs_more_than_q_and_k_is_refused(group):
     with pytest.raises(ValueError, match=r"sink"):
-        attention_stats(*qk(), 1.0, groups=("sinks",))
+        attention_stats(*qk(), 1.0, groups=(group,))
 
 
 def test_keys_of_several_heads_are_not_copied():

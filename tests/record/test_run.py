@@ -146,6 +146,23 @@ def test_a_group_and_a_subsample_are_columns_where_they_were_asked_for_and_nowhe
         series(run, "entropy_bound_mean")
 
 
+def test_a_layers_own_metric_is_a_row_at_head_minus_one_and_spoils_none_of_its_heads(tmp_path: Path) -> None:
+    metrics = names(("activations",))
+    values = torch.full((len(metrics), 2, 1 + 3), math.nan)
+    values[: len(NAMES), :, 1:] = torch.tensor([1.0, 2.0, 6.0])
+    values[metrics.index("block_out_rms"), :, 0] = torch.tensor([7.0, 8.0])
+    record = writer(tmp_path / "run")
+    for step in range(2):
+        record.frame(Frame(step, "train", ("a", "b"), (Group((0, 1), values),), metrics))
+    record.flush()
+    run = load_run(tmp_path / "run")
+    assert run.attention["head"].tolist() == [-1, 0, 1, 2] * 4
+    assert run.layers["block_out_rms"].tolist() == [[7.0, 8.0]] * 2
+    assert run.layers["entropy_mean"].tolist() == [[3.0, 3.0]] * 2
+    assert run.layers["max_abs_logit"].tolist() == [[6.0, 6.0]] * 2
+    assert np.isnan(run.layers["block_in_max"]).all()
+
+
 def test_second_attempt_replaces_what_the_first_recorded(tmp_path: Path) -> None:
     first = writer(tmp_path / "run")
     fill(first, range(6))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from qkexp.compose import compose_sweep
 from qkexp.config import RunConfig
 from qkexp.probe.frame import Frame
+from qkexp.probe.metrics import GROUPS, besides
 from qkexp.train import loop
 from qkexp.train.checkpoint import Checkpoints, load, steps
 from qkexp.train.data import load as load_data
@@ -70,6 +73,55 @@ def losses(record: Memory) -> list[float]:
 def test_loss_is_bit_identical_with_probe_on_off_and_rare(precision: str) -> None:
     seen = [losses(run(f"precision={precision}", f"probe.every={every}")[0]) for every in (0, 1, 7)]
     assert seen[0] == seen[1] == seen[2]
+
+
+EVERY = "probe.groups=[sink,bound,spectral,activations,gradients,update,gains,adam]"
+
+
+def attention(record: Memory) -> pd.DataFrame:
+    return pd.concat([frame.to_pandas() for frame in record.frames])
+
+
+@pytest.mark.parametrize("overrides", [("attention=layernorm",), ("attention=none", "train.accumulate=2")], ids=str)
+def test_every_group_is_in_the_table_of_a_run_and_changes_no_loss(overrides: tuple[str, ...]) -> None:
+    plain, more = run("train.steps=6", *overrides)[0], run("train.steps=6", *overrides, EVERY)[0]
+    assert losses(plain) == losses(more)
+    table = attention(more)
+    heads, layers = table[table["head"] >= 0], table[table["head"] == -1]
+    normed = "attention=layernorm" in overrides
+    absent = {"input_spectral_norm", "entropy_bound_spectral"} if normed else {"q_gain_max", "k_gain_max"}
+    for metric in besides(tuple(GROUPS)):
+        column = (layers if metric.heads == "none" else heads)[metric.name]
+        assert column.isna().all() if metric.name in absent else column.notna().all(), metric.name
+    assert heads["qk_update_ratio"].gt(0).all()
+    of_layers = np.sqrt(
+        heads.groupby("step")[["w_q_grad_norm", "w_k_grad_norm"]].agg(lambda x: (x**2).sum()).sum(axis=1)
+    )
+    parts = np.array([row["grad_norm_qk"] for row in more.rows])
+    assert np.all(of_layers <= parts * 1.0001), "biases and gains of the norms belong to that part too"
+    assert np.all(of_layers >= 0.5 * parts)
+
+
+def test_gradients_of_a_run_in_fp16_are_those_of_the_loss_without_its_scale() -> None:
+    first = [attention(run("train.steps=1", EVERY, f"precision={p}")[0])["w_v_grad_norm"] for p in ("fp16", "fp32")]
+    np.testing.assert_allclose(*(x.dropna() for x in first), rtol=0.05)
+
+
+def test_projections_that_keep_their_bits_have_updates_of_zero_and_muon_no_adam_to_compare() -> None:
+    frozen = attention(run("train.steps=3", EVERY, "optim.qk_lr_scale=0")[0])
+    assert (frozen["qk_update_ratio"].dropna() == 0.0).all()
+    assert frozen["qk_update_ratio"].notna().any()
+    muon = attention(run("train.steps=3", EVERY, "optim=muon")[0])
+    assert muon["q_grad_rms_eps"].isna().all()
+    assert muon["qk_update_ratio"].notna().any()
+
+
+def test_a_step_that_ends_a_run_shows_its_attention_and_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    _break_at(monkeypatch, 3, math.nan)
+    record, _ = run(EVERY)
+    assert [frame.step for frame in record.frames] == [0, 1, 2, 3]
+    updates = attention(record).groupby("step")["qk_update_ratio"].count()
+    assert updates.tolist()[3] == 0 < min(updates.tolist()[:3])
 
 
 def test_same_seed_same_losses_and_other_seed_others() -> None:

@@ -36,6 +36,9 @@ class Capture:
     finish: Callable[[Tensor], Tensor] | None = None  # (B, H, N, d_v) float32 -> as ``output``; None: as it is
     hiding: float | None = None  # what is added to a pair that ``mask`` hides; None: it has no weight at all
     dropout: bool = False  # weights were dropped: the output cannot be recomputed
+    # For the gradient of the scores, given where the listener wants ``gradients``:
+    grad: Tensor | None = None  # (B, H, N, d_v) ∂L/∂(p·v), when backward has reached it; with ``v``
+    handle: RemovableHandle | None = field(default=None, init=False)
     versions: tuple[int, int] | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -45,6 +48,21 @@ class Capture:
     def overwritten(self) -> bool:
         """Whether an in-place operation has changed q or k since they were captured."""
         return self.versions is not None and self.versions != self._versions()
+
+    def await_gradient(self, output: Tensor, cut: Callable[[Tensor], Tensor]) -> None:
+        """Keep the gradient that reaches p·v, made (B, H, N, d_v) by ``cut``; several backward passes add up."""
+
+        def hook(grad: Tensor) -> None:
+            mine = cut(grad)
+            self.grad = mine if self.grad is None else self.grad + mine
+
+        if output.requires_grad:
+            self.handle = output.register_hook(hook)
+
+    def forget(self) -> None:
+        """Wait for no gradient any more: the graph shall not keep what was captured."""
+        if self.handle is not None:
+            self.handle.remove()
 
     def _versions(self) -> tuple[int, int]:
         return self.q._version, self.k._version
@@ -80,6 +98,7 @@ class Listener(Protocol):
 
     active: bool  # whether to look at all
     checking: bool  # whether this step is self-checked: then give v and output as well
+    gradients: bool  # whether the gradient of the scores is wanted: then give v, and await that of the output
 
     def take(self, x: Tensor) -> Tensor:
         """Detach, and keep the images (first axis) that are measured."""
@@ -93,6 +112,11 @@ class Adapter(Protocol):
     module; those of other adapters are there while a step is probed, and that step runs in eager mode.
     ``tentative``: what it finds may not be attention at all; it is one if it fires. ``by_kernel``: nothing is
     attached; what its modules call of PyTorch's attention functions is their attention.
+
+    Two methods are optional, each of the module and of the one that holds it (None: it is the model); without them,
+    and where they return None, the metrics that need them are absent. ``projections(module, parent)``: where W_q, W_k
+    and W_v of each head are (:class:`qkexp.probe.weights.Projections`). ``block(module, parent)``: the module that
+    takes and gives the residual stream; a hook must be allowed to stand on it.
     """
 
     @staticmethod

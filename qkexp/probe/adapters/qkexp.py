@@ -12,6 +12,7 @@ from qkexp.model.attention import Attention
 from qkexp.model.core import Scale
 from qkexp.probe.adapters.base import Capture, Hook, Listener, Sink
 from qkexp.probe.stats import vector_norms
+from qkexp.probe.weights import Projections, fused
 
 
 class QkexpAdapter:
@@ -43,13 +44,35 @@ class QkexpAdapter:
                 scale = scale.detach().clone() if isinstance(scale, Tensor) else scale
                 lq, lk = lengths.pop("q", None), lengths.pop("k", None)
                 capture = Capture(listener.take(q), listener.take(k), lq, lk, scale, module.core.spec)
-                if not torch.compiler.is_compiling() and listener.checking:
+                if not torch.compiler.is_compiling() and (listener.checking or listener.gradients):
                     capture.v = listener.take(v)
-                    _once(core, lambda y: setattr(capture, "output", listener.take(y)))
+                    _once(core, lambda y: show(capture, y))
                 sink(capture)
+
+        def show(capture: Capture, output: Tensor) -> None:
+            if listener.checking:
+                capture.output = listener.take(output)
+            if listener.gradients:
+                capture.await_gradient(output, listener.take)
 
         handles = [norm.register_forward_pre_hook(Hook(measure(name))) for name, norm in normed.items()]
         return [*handles, module.core.register_forward_pre_hook(Hook(core_hook))]
+
+    @staticmethod
+    def projections(module: nn.Module, parent: nn.Module | None) -> Projections | None:
+        """Rows of the module's own ``qkv``, or the last ones of what its block has fused."""
+        assert isinstance(module, Attention)
+        linear = module.qkv if isinstance(module.qkv, nn.Linear) else getattr(parent, "in_proj", None)
+        if not isinstance(linear, nn.Linear):
+            return None
+        norms = module.q_norm, module.k_norm
+        source = linear if all(isinstance(norm, nn.Identity) for norm in norms) else None
+        start = linear.out_features - 3 * module.dim
+        return Projections(*fused(linear.weight, linear.bias, module.heads, start), *norms, source)
+
+    @staticmethod
+    def block(module: nn.Module, parent: nn.Module | None) -> nn.Module | None:
+        return parent
 
 
 def _once(module: nn.Module, call: Callable[[Tensor], None]) -> None:

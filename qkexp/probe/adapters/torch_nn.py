@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from qkexp.probe.adapters.base import Listener, Sink, kind
+from qkexp.probe.weights import HeadRows, Projections, fused
 
 
 class MultiheadAdapter:
@@ -28,3 +29,20 @@ class MultiheadAdapter:
     @staticmethod
     def attach(module: nn.Module, listener: Listener, sink: Sink) -> list[RemovableHandle]:
         return []
+
+    @staticmethod
+    def projections(module: nn.Module, parent: nn.Module | None) -> Projections | None:
+        """Rows of ``in_proj_weight``, or one matrix each where keys or values have another width."""
+        assert isinstance(module, nn.MultiheadAttention)
+        weight, bias, heads = module.in_proj_weight, module.in_proj_bias, module.num_heads
+        if weight is not None:
+            return Projections(*fused(weight, bias, heads))
+        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        q, k, v = (HeadRows(w, None, heads, module.head_dim) for w in weights)
+        return Projections(q, k, v)
+
+    @staticmethod
+    def block(module: nn.Module, parent: nn.Module | None) -> nn.Module | None:
+        """PyTorch's encoder layer bears no hook: any would switch its native fast path off. Images must come first."""
+        plain = getattr(module, "batch_first", False) and not isinstance(parent, nn.TransformerEncoderLayer)
+        return parent if plain else None

@@ -183,9 +183,12 @@ def report(
         k_length = vector_norms(cut(k_raw)).transpose(1, 2)
     bias, mask = join(biases, torch.add), join(shown, torch.logical_and)
     capture = Capture(cut(q), cut(k), q_length, k_length, scale, ScoreSpec(cap), bias, mask, dropout=dropout)
-    if listener.checking:
+    if listener.checking or listener.gradients:
         capture.v, capture.hiding = cut(v), hiding
+    if listener.checking:
         capture.output = None if output is None else cut(output)
+    if listener.gradients and output is not None:
+        capture.await_gradient(output, cut)
     sink(capture)
 
 

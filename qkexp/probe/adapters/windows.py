@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from qkexp.probe.adapters.base import Listener, Sink, kind
 from qkexp.probe.adapters.watch import watch
+from qkexp.probe.weights import Projections, named_projections
 
 WINDOWS = {
     "timm.models.swin_transformer.WindowAttention",
@@ -34,3 +35,11 @@ class WindowAdapter:
     @staticmethod
     def attach(module: nn.Module, listener: Listener, sink: Sink) -> list[RemovableHandle]:
         return watch(module, listener, sink, hiding=HIDES, masks=["mask"])
+
+    @staticmethod
+    def projections(module: nn.Module, parent: nn.Module | None) -> Projections | None:
+        return named_projections(module)
+
+    @staticmethod
+    def block(module: nn.Module, parent: nn.Module | None) -> nn.Module | None:
+        return parent
