@@ -408,7 +408,8 @@ def parser(verb: str) -> argparse.ArgumentParser:
             help="images; else those of the run's validation, or noise",
         )
         p.add_argument("--batch", type=int, default=8, help="how many images (8)")
-        p.add_argument("--groups", nargs="+", default=(), choices=sorted(GROUPS), help="further metrics")
+        untrained = [group for group in GROUPS if group not in ("gradients", "update", "adam")]
+        p.add_argument("--groups", nargs="+", default=(), choices=untrained, help="further metrics (docs/metrics.md)")
         p.add_argument("--output", type=Path, default=Path("outputs/probe"), metavar="DIR", help="(outputs/probe)")
     if verb == "data":
         from qkexp.compose import options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from qkexp.config import UserError
 from qkexp.model.vit import build_vit
 from qkexp.probe.check import Coverage
 from qkexp.probe.frame import Frame, layer_values, to_numpy
+from qkexp.probe.metrics import headless
 from qkexp.probe.probe import AttentionProbe
 from qkexp.record.load import load_run
 from qkexp.train import checkpoint
@@ -69,7 +70,9 @@ def take(subject: Subject, groups: Sequence[str] = ()) -> tuple[Frame, Coverage]
 def files(frame: Frame, of: Subject, output: Path) -> Path:
     """Write the table of all layers, heads and metrics, and the map of it; returns the map's PNG."""
     caption = [f"{of.name}: {of.weights}; {of.pictures}; {of.precision}; evaluation mode.", _share(frame)]
-    return save(heads(frame.to_pandas(), caption), output, "frame")
+    rows = frame.to_pandas()
+    drawing = heads(rows, caption)
+    return save(replace(drawing, table=rows), output, "frame")
 
 
 def subject(model: str, weights: str = "random", folder: Path | None = None, batch: int = 8) -> Subject:
@@ -101,7 +104,8 @@ def table(frame: Frame) -> Table:
         for place, layer in enumerate(group.layers):
             numbers = (values[frame.metrics.index(name), place] for name in SHOWN.values())
             cells = ("-" if number != number else f"{number:.3g}" for number in numbers)
-            rows[layer] = (f"{layer}", frame.names[layer], f"{group.values.shape[2]}", *cells)
+            heads = group.values.shape[2] - headless(frame.metrics)
+            rows[layer] = (f"{layer}", frame.names[layer], f"{heads}", *cells)
     for _, row in sorted(rows.items()):
         shown.add_row(*row)
     return shown

@@ -71,6 +71,15 @@ def test_a_run_is_probed_at_its_last_checkpoint_on_its_validation_images(run, he
         np.testing.assert_allclose(found[metric], expected[metric], rtol=1e-5)
 
 
+def test_what_a_layer_has_as_a_whole_stands_in_the_file_and_not_in_the_map(run, here, capsys):
+    assert cli.main(["probe", str(run), "--groups", "activations", "gains", "--batch", "4"]) == 0
+    rows = table(run.name)
+    assert rows["head"].tolist() == 4 * [-1, 0, 1, 2, 3]
+    assert rows["block_out_rms"].notna().tolist() == 4 * [True, False, False, False, False]
+    assert rows["q_gain_max"].notna().sum() == 16
+    assert "0 blocks.0.attn     4" in capsys.readouterr().out
+
+
 def test_an_earlier_checkpoint_is_another_frame(run, here):
     assert cli.main(["probe", str(run), "--output", "last"]) == 0
     assert cli.main(["probe", str(run / "checkpoints" / checkpoint.name(2)), "--output", "earlier"]) == 0

@@ -14,6 +14,7 @@ from qkexp.analysis.figures.style import Drawing, canvas, styled
 @styled
 def heads(table: pd.DataFrame, caption: Sequence[str]) -> Drawing:
     """Draw a frame's table (a row a layer and head); a layer with fewer heads than others leaves cells empty."""
+    table = table[table["head"] >= 0]  # of a layer as a whole there is nothing to draw
     layers = np.unique(table["layer"])
     width = int(table["head"].max()) + 1
     scales = norms(table)
