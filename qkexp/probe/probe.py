@@ -6,11 +6,9 @@ import logging
 import sys
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -20,45 +18,12 @@ from qkexp.probe.adapters.kernels import Kernels
 from qkexp.probe.beside import HOOKED, Beside, with_room, write
 from qkexp.probe.check import Coverage, CoverageError, SelfCheckError, self_check
 from qkexp.probe.frame import Frame, Group
-from qkexp.probe.metrics import GROUPS, SCORE_GROUPS, besides, names
-from qkexp.probe.parts import combine
+from qkexp.probe.layers import Layer, find_layers, nested, plain_name, unwrapped
+from qkexp.probe.metrics import GROUPS, besides, names
+from qkexp.probe.reduce import Reducer
 from qkexp.probe.rows import CHUNK_BYTES
-from qkexp.probe.sample import of_rows, spread
-from qkexp.probe.stats import layer_stats, raw_norms
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class Layer:
-    """One attention layer, and what it has shown in this step."""
-
-    name: str
-    module: nn.Module
-    adapter: type[Adapter] | Adapter | None  # None: discovered by a call of scaled_dot_product_attention
-    captures: list[Capture] = field(default_factory=list)
-    done: list[tuple[Tensor, int, int]] = field(default_factory=list)  # measured at once; of images, of rows
-    checked: bool = False
-    why_not: str = "it was not reached"
-    parent: nn.Module | None = None  # that holds it
-    beside: Beside | None = None  # of the last probed step, where a group of metrics wants it
-
-    @property
-    def fired(self) -> bool:
-        return bool(self.captures or self.done)
-
-    @property
-    def tentative(self) -> bool:
-        return getattr(self.adapter, "tentative", False)
-
-    def ask(self, method: str) -> Any:
-        """What an optional method of the adapter says of this layer; None where there is no such method."""
-        answer = getattr(self.adapter, method, None)
-        return None if answer is None else answer(self.module, self.parent)
-
-    @property
-    def in_graph(self) -> bool:
-        return getattr(self.adapter, "in_graph", False)
 
 
 class AttentionProbe:
@@ -118,20 +83,18 @@ class AttentionProbe:
     ):
         if not set(groups) <= set(GROUPS):
             raise ValueError(f"groups={tuple(groups)}: there are {', '.join(GROUPS)}")
-        self.every, self.images, self.queries, self.groups = every, images, queries, tuple(groups)
+        self.every, self.groups, self.strict = every, tuple(groups), strict
+        self._reducer = Reducer(images, queries, self.groups, compiled)
         self.optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
         self.gradients = "gradients" in self.groups
-        self.compiled, self.strict = compiled, strict
-        self.subsampled = False  # whether something of this step was left out
         self.spent = 0.0
-        self._turn = 0  # counts probed steps: which queries are measured, where not all are, depends on it
         self.frame: Frame | None = None
         self.coverage: Coverage | None = None
         self.active = self.checking = False
         base = unwrapped(model)
         self._model_name = type(base).__name__
         self._modules = {id(m): plain_name(name) for name, m in base.named_modules()}
-        self._layers = self._find(base, (*adapters, *ADAPTERS))
+        self._layers = self._in_order(find_layers(base, (*adapters, *ADAPTERS)))
         if not self._layers and all(type(m).__module__.startswith("torch.nn.modules.") for m in base.modules()):
             raise CoverageError(f"{self._model_name} has no attention layer that this probe knows")
         self._by_module = {id(layer.module): layer for layer in self._layers}
@@ -160,7 +123,7 @@ class AttentionProbe:
         self.frame = None
         for layer in self._layers:
             layer.beside = None
-        self._turn, self.spent = step // max(self.every, 1), 0.0
+        self._reducer.turn, self.spent = step // max(self.every, 1), 0.0
         if not (self.every > 0 and step % self.every == 0):
             yield
             return
@@ -169,8 +132,8 @@ class AttentionProbe:
                 yield
             self.active = False
             self._check_coverage()
-            values = self._with_besides(self._reduce(), loss_scale)
-            self.frame = Frame(step, phase, self.names, values, names(self.groups), self.subsampled)
+            values = self._with_besides(self._reducer.reduce(self._layers), loss_scale)
+            self.frame = Frame(step, phase, self.names, values, names(self.groups), self._reducer.subsampled)
             if any(layer.beside is not None and layer.beside.was_updated() for layer in self._layers):
                 self.updated()
         finally:
@@ -194,10 +157,7 @@ class AttentionProbe:
 
     def take(self, x: Tensor) -> Tensor:
         """The measured images of an activation, detached (for adapters)."""
-        if self.images == "all" or x.shape[0] <= int(self.images):
-            return x.detach()
-        self.subsampled = True
-        return x.detach()[: int(self.images)]
+        return self._reducer.take(x)
 
     def detach(self) -> None:
         """Remove every hook; the model is as it was."""
@@ -206,18 +166,6 @@ class AttentionProbe:
         self._handles = []
 
     # ------------------------------------------------------------ finding and listening
-
-    def _find(self, model: nn.Module, adapters: Sequence[type[Adapter] | Adapter]) -> list[Layer]:
-        """Each module by the first adapter that finds it; guesses neither around nor inside a known one."""
-        found: dict[str, Layer] = {}
-        for adapter in adapters:
-            for raw, module in adapter.find(model):
-                name = plain_name(raw)
-                parent = model.get_submodule(raw.rpartition(".")[0]) if raw else None
-                layer = Layer(name, module, adapter, parent=parent)
-                if name not in found and not (layer.tentative and any(_nested(name, n) for n in found)):
-                    found[name] = layer
-        return self._in_order(list(found.values()))
 
     def _in_order(self, layers: list[Layer]) -> list[Layer]:
         place = {name: i for i, name in enumerate(self._modules.values())}
@@ -259,7 +207,7 @@ class AttentionProbe:
         return self._in_graph and not HOOKED & set(self.groups) and all(layer.in_graph for layer in self._layers)
 
     def _forget(self) -> None:
-        self.active = self.checking = self.subsampled = False
+        self.active = self.checking = self._reducer.subsampled = False
         for layer in self._layers:
             for capture in layer.captures:
                 capture.forget()
@@ -276,7 +224,7 @@ class AttentionProbe:
             began = time.perf_counter()
             B, _, N, _ = capture.q.shape
             before = sum(images for _, images, _ in layer.done)
-            layer.done.append((self._measure([capture], self._turn + before), B, B * self._rows(N)))
+            layer.done.append((self._reducer.measure([capture], before), B, B * self._reducer.rows(N)))
             self.spent += time.perf_counter() - began
 
         return sink
@@ -287,8 +235,7 @@ class AttentionProbe:
         A device works behind the host's clock, and its fused kernels keep q and k for the backward pass anyway. A step
         that is checked, or whose scores' gradient is wanted, needs them.
         """
-        B, H, N, _ = c.q.shape
-        large = 4 * B * H * self._rows(N) * c.k.shape[2] > CHUNK_BYTES
+        large = self._reducer.score_bytes(c) > CHUNK_BYTES
         kept = self.checking or self.gradients
         return large and not kept and c.q.device.type == "cpu" and not torch.compiler.is_compiling()
 
@@ -332,7 +279,7 @@ class AttentionProbe:
         fired = [layer.name for layer in self._layers if layer.fired]
         guesses = [layer for layer in self._layers if layer.tentative and not layer.fired]
         # what is around or inside a layer that fired may well look like attention
-        strange = [layer for layer in guesses if not any(_nested(layer.name, name) for name in fired)]
+        strange = [layer for layer in guesses if not any(nested(layer.name, name) for name in fired)]
         self._unknown = {layer.name: type(layer.module).__name__ for layer in strange}
         if self.strict and self._unknown:
             raise CoverageError(f"no adapter knows the attention of this model{self._advice()}")
@@ -366,74 +313,12 @@ class AttentionProbe:
 
     # ------------------------------------------------------------ reducing
 
-    def _reduce(self) -> tuple[Group, ...]:
-        """Captures -> metrics; layers of one shape and score share calls where that is faster."""
-        groups: dict[tuple, list[int]] = defaultdict(list)
-        out, measured = [], self._of_scores
-        for place, layer in enumerate(self._layers):
-            if layer.captures:
-                groups[(len(layer.captures), *(_signature(c) for c in layer.captures))].append(place)
-            elif layer.done:
-                rows = [count for *_, count in layer.done]
-                out.append(Group((place,), combine([x for x, _, _ in layer.done], rows, measured), sum(rows)))
-        for places in groups.values():
-            for together in self._calls(places):
-                parts, rows, images = [], [], 0
-                for captures in zip(*(self._layers[place].captures for place in together), strict=True):
-                    B, _, N, _ = captures[0].q.shape
-                    parts.append(self._measure(captures, self._turn + images))
-                    rows.append(B * self._rows(N))
-                    images += B
-                out.append(Group(tuple(together), combine(parts, rows, measured), sum(rows)))
-        return tuple(out)
-
-    def _rows(self, there: int) -> int:
-        return there if self.queries == "all" else min(there, int(self.queries))
-
-    def _calls(self, places: list[int]) -> Iterator[list[int]]:
-        """Share a call between as many layers as fit a chunk: small layers save overhead, large ones cache."""
-        first = self._layers[places[0]].captures[0]
-        B, H, N, _ = first.q.shape
-        together = max(1, CHUNK_BYTES // (4 * B * H * self._rows(N) * first.k.shape[2]))
-        for at in range(0, len(places), together):
-            yield places[at : at + together]
-
-    def _measure(self, captures: Sequence[Capture], turn: int) -> Tensor:
-        """One forward pass of several layers -> (metric, layer, head)."""
-        spec, (B, _, N, _) = captures[0].spec, captures[0].q.shape
-        q, k, scales = [c.q for c in captures], [c.k for c in captures], [c.scale for c in captures]
-        bias, mask = [c.bias for c in captures], [c.mask for c in captures]
-        if self._rows(N) < N:
-            self.subsampled = True
-            chosen = spread(N, self._rows(N), B, turn, q[0].device)
-            q = [of_rows(x, chosen) for x in q]
-            bias, mask = ([x if x is None else of_rows(_four(x), chosen) for x in each] for each in (bias, mask))
-        stats = layer_stats(
-            q,
-            k,
-            scales,
-            bias=bias,
-            mask=mask,
-            cap=spec.cap,
-            score_dtype=spec.dtype,
-            groups=self.groups,
-            fused=self.compiled,
-        )
-        stats |= raw_norms("q", [c.q_length for c in captures], stats)
-        stats |= raw_norms("k", [c.k_length for c in captures], stats)
-        return torch.stack([stats[name] for name in self._of_scores])
-
-    @property
-    def _of_scores(self) -> tuple[str, ...]:
-        """The metrics that captures show."""
-        return names([group for group in self.groups if group in SCORE_GROUPS])
-
     def _with_besides(self, groups: tuple[Group, ...], loss_scale: float | Tensor) -> tuple[Group, ...]:
         """Room for the metrics that stand beside the scores, and what is known of them by now."""
         if not besides(self.groups):
             return groups
         for group in groups:
-            scales = group.values[self._of_scores.index("score_scale")]
+            scales = group.values[self._reducer.metrics.index("score_scale")]
             for scale, layer in zip(scales, (self._layers[i] for i in group.layers), strict=True):
                 if layer.beside is None:  # it was discovered in this step
                     layer.beside = Beside(self.groups, None, None, self.take)
@@ -454,40 +339,6 @@ class AttentionProbe:
         return tuple(out)
 
 
-def _four(x: Tensor) -> Tensor:
-    """What is broadcastable to (B, H, N, M), with all four axes."""
-    return x[(None,) * (4 - x.dim())]
-
-
-def _nested(a: str, b: str) -> bool:
-    """Whether one of two modules is inside the other, by their names."""
-    return a.startswith(f"{b}.") or b.startswith(f"{a}.")
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside wrappers that rename its modules.
-
-    Raises:
-        TypeError: DataParallel.
-    """
-    if any(isinstance(m, nn.DataParallel) for m in model.modules()):
-        raise TypeError("nn.DataParallel's replicas share hooks: use DistributedDataParallel, one process a GPU")
-    while True:
-        ddp = isinstance(model, nn.parallel.DistributedDataParallel)
-        inner = model.module if ddp else getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
-
-
-WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-
-
-def plain_name(name: str) -> str:
-    """A module's name without what compiling, checkpointing or sharding a part of the model puts into it."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-
 @contextmanager
 def _eager() -> Iterator[None]:
     """Compiled code runs as it was written: only then do hooks and functions see it."""
@@ -496,8 +347,3 @@ def _eager() -> Iterator[None]:
     else:
         with torch.compiler.set_stance("force_eager"):
             yield
-
-
-def _signature(c: Capture) -> tuple:
-    score = (c.spec, c.bias is None, c.mask is None, c.q_length is None, c.k_length is None)
-    return (c.q.shape, c.k.shape, c.q.dtype, c.q.device, *score)

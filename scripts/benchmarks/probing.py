@@ -142,7 +142,7 @@ def _shares(side: int, bound: float, effort: Effort) -> Iterator[Figure]:
 
 def spent_in(probe: AttentionProbe, step: Callable[[], None]) -> float:
     """Seconds of CPU of the statistics of a step alone, without the hooks."""
-    spent, measure = [], probe._measure
+    spent, measure = [], probe._reducer.measure
 
     def timed(*args: Any) -> torch.Tensor:
         began = time.process_time()
@@ -150,7 +150,7 @@ def spent_in(probe: AttentionProbe, step: Callable[[], None]) -> float:
         spent.append(time.process_time() - began)
         return found
 
-    with mock.patch.object(probe, "_measure", timed), probe.step(0):
+    with mock.patch.object(probe._reducer, "measure", timed), probe.step(0):
         step()
     return sum(spent)
 
