@@ -201,6 +201,8 @@ def _weighted(name: str, weights: str) -> tuple[nn.Module, str]:
         except Exception as error:  # no network, no such weights, no space: timm and its hub raise all kinds
             why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             return timm.create_model(name), f"random weights, because the pretrained ones cannot be had ({why})"
+    if not Path(weights).is_file():
+        raise UserError(f"--weights={weights}: no such file; accepted: random, pretrained or a file")
     try:
         return timm.create_model(name, checkpoint_path=weights), f"weights of {weights}"
     except Exception as error:
@@ -209,7 +211,7 @@ def _weighted(name: str, weights: str) -> tuple[nn.Module, str]:
 
 def _open(folder: Path, batch: int) -> list[Image.Image]:
     if not folder.is_dir():
-        raise UserError(f"--images={folder}: no such directory")
+        raise UserError(f"--images={folder}: {'not a' if folder.exists() else 'no such'} directory")
     paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMG_EXTENSIONS)[:batch]
     if not paths:
         raise UserError(f"--images={folder}: no images in it (accepted: {', '.join(IMG_EXTENSIONS)})")

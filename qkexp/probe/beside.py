@@ -166,6 +166,11 @@ class Beside:
 
     # ------------------------------------------------------------ after the optimiser
 
+    def has(self, weights: set[int]) -> bool:
+        """Whether one of the parameters, by their ids, is a projection of this layer."""
+        p = self.projections
+        return p is not None and any(id(x.weight) in weights for x in (p.q, p.k, p.v))
+
     def was_updated(self) -> bool:
         """Whether something wrote into the weights since the step began."""
         return self._versions != self._written()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qkexp.model.core import per_head, soft_cap
 from qkexp.probe.adapters.base import Capture
-from qkexp.probe.rows import visible
+from qkexp.probe.rows import CHUNK_BYTES, visible
 from qkexp.probe.stats import full_float32, spacing
 
 IMAGES = 4  # of a batch are checked: the check keeps all their scores at once
@@ -69,12 +69,16 @@ def self_check(c: Capture) -> tuple[str | None, str | None]:
             return None, "q, k or v is not finite"
         k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
         y, rows, size = _attend(c, q, k, v)
+        if not size.isfinite():
+            return None, "its scores are not finite"
         y = y if c.finish is None else c.finish(y)
         rows = rows if c.finish is None else rows.all(1)
         output = c.output[:IMAGES].float()
         if output.shape != y.shape:
             return f"its output has shape {tuple(output.shape)}, the recomputed one {tuple(y.shape)}", None
         error = (output - y).masked_fill(~rows.unsqueeze(-1), 0.0)
+        if y.isfinite().all() and not error.isfinite().all():
+            return None, "its output is not finite, though q, k, v and the scores are: its kernel's type overflows"
         dtype = _precision(c)
         rounding = spacing(size, dtype)
         rounded = OUTPUT_ULPS * torch.finfo(dtype).eps
@@ -95,26 +99,29 @@ def self_check(c: Capture) -> tuple[str | None, str | None]:
 
 def _attend(c: Capture, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(B, H, N, d_v) recomputed; (B, H, N) rows with a key; and how large scores, or the terms they sum, are."""
-    shape = (*q.shape[:3], k.shape[2])
-    z = per_head(c.scale) * (q @ k.transpose(-2, -1))
-    z = z if c.bias is None else z + _first(c.bias).float()
-    seen = None if c.mask is None else visible(_first(c.mask)).expand(shape)
-    size = (z if seen is None else z.masked_fill(~seen, 0.0)).abs().amax()
-    capped = soft_cap(z, c.spec.cap)
-    if seen is None:
-        rows = torch.ones(shape[:3], dtype=torch.bool, device=q.device)
-    else:
-        rows = seen.any(-1)
-        capped = torch.where(seen, capped, -math.inf if c.hiding is None else capped + c.hiding)
-    p = capped.softmax(-1).masked_fill(~rows.unsqueeze(-1), 0.0)
-    return p @ v, rows, torch.maximum(size, _typical(q, k, c.scale))
+    (B, H, N, _), M = q.shape, k.shape[2]
+    bias, mask = (None if x is None else _first(x).expand(B, H, N, M) for x in (c.bias, c.mask))
+    size, y = _typical(q, k, c.scale), q.new_empty(B, H, N, v.shape[-1])
+    rows = torch.ones(B, H, N, dtype=torch.bool, device=q.device)
+    length = max(1, CHUNK_BYTES // (4 * B * H * M))
+    for span in (slice(at, at + length) for at in range(0, N, length)):  # no N×M tensor outlives a chunk
+        z = per_head(c.scale) * (q[:, :, span] @ k.transpose(-2, -1))
+        z = z if bias is None else z + bias[:, :, span].float()
+        capped = soft_cap(z, c.spec.cap)
+        if mask is not None:
+            seen = visible(mask[:, :, span])
+            z, rows[:, :, span] = z.masked_fill(~seen, 0.0), seen.any(-1)
+            capped = torch.where(seen, capped, -math.inf if c.hiding is None else capped + c.hiding)
+        size = torch.maximum(size, z.abs().amax())
+        y[:, :, span] = capped.softmax(-1) @ v
+    return y.masked_fill(~rows.unsqueeze(-1), 0.0), rows, size
 
 
 def _precision(c: Capture) -> torch.dtype:
-    """The coarsest type that score, weights or output went through."""
+    """The coarsest type that score, weights, output or this check went through."""
     assert c.v is not None
     assert c.output is not None
-    dtypes = [c.spec.dtype or c.q.dtype, c.output.dtype, c.v.dtype]
+    dtypes = [c.spec.dtype or c.q.dtype, c.output.dtype, c.v.dtype, torch.float32]
     reduced = {"high": torch.float16, "medium": torch.bfloat16}.get(torch.get_float32_matmul_precision())
     dtypes += [reduced] if reduced is not None else []  # TF32 has the mantissa of FP16
     return max(dtypes, key=lambda t: torch.finfo(t).eps)

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 class Group:
     """Layers of one shape: their indices in forward order, and metrics (metric, layer, head) over so many rows.
 
+    ``seen`` (2, layer, head) counts the rows with an unmasked key, and those with a choice of keys; None: all have.
     Where a metric of the frame has no heads, the first place of the last axis is head -1.
     """
 
     layers: tuple[int, ...]
     values: Tensor
     rows: int = 1
+    seen: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Frame:
         """A row a layer and head: step, phase, layer, module, head, the metrics, and ``subsampled`` where it is."""
         import pandas as pd  # not at import: it starts threads, and runs are forked
 
-        return pd.DataFrame(columns([self]))
+        return pd.DataFrame(columns([self]) if self.groups else empty_columns(self.metrics))
 
 
 def to_numpy(x: Tensor) -> np.ndarray:
@@ -101,6 +103,11 @@ def columns(frames: Sequence[Frame]) -> dict[str, np.ndarray | list[str]]:
         **{name: table[i] for i, name in enumerate(frames[0].metrics)},
         **({"subsampled": np.array(parts)} if any(parts) else {}),
     }
+
+
+def empty_columns(metrics: Sequence[str]) -> dict[str, list]:
+    """The columns of a frame in which nothing was measured."""
+    return {name: [] for name in ("step", "phase", "layer", "module", "head", *metrics)}
 
 
 def layer_values(values: np.ndarray, names: Sequence[str] = NAMES) -> np.ndarray:

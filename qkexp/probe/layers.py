@@ -7,9 +7,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from qkexp.probe.adapters import Adapter, Capture
 from qkexp.probe.beside import Beside
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one forward pass showed: (metric, layer, head), of so many images and rows; ``seen`` as of a group."""
+
+    values: Tensor
+    images: int
+    rows: int
+    seen: Tensor | None
 
 
 @dataclass(eq=False)
@@ -20,7 +31,7 @@ class Layer:
     module: nn.Module
     adapter: type[Adapter] | Adapter | None  # None: discovered by a call of scaled_dot_product_attention
     captures: list[Capture] = field(default_factory=list)
-    done: list[tuple[Tensor, int, int]] = field(default_factory=list)  # measured at once; of images, of rows
+    done: list[Part] = field(default_factory=list)  # measured at once
     checked: bool = False
     why_not: str = "it was not reached"
     parent: nn.Module | None = None  # that holds it
@@ -71,8 +82,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     if any(isinstance(m, nn.DataParallel) for m in model.modules()):
         raise TypeError("nn.DataParallel's replicas share hooks: use DistributedDataParallel, one process a GPU")
     while True:
-        ddp = isinstance(model, nn.parallel.DistributedDataParallel)
-        inner = model.module if ddp else getattr(model, "_orig_mod", None)
+        wrapped = isinstance(model, nn.parallel.DistributedDataParallel | AveragedModel)
+        inner = model.module if wrapped else getattr(model, "_orig_mod", None)
         if not isinstance(inner, nn.Module):
             return model
         model = inner

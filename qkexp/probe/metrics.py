@@ -61,21 +61,21 @@ METRICS: tuple[Metric, ...] = (
            "signed; 1 or -1 means fully aligned", "the typical cosine: this pair was chosen for being extreme"),
     Metric("max_logit_capped", "logit", "max", "max", "none", "max c; equals max_logit where there is no cap",
            "what softmax sees", "how far beyond the cap z is: see max_logit"),
-    Metric("logit_gap_mean", "logit", "mean", "mean", "pairs", "mean over rows of (max z − mean z)",
+    Metric("logit_gap_mean", "logit", "mean", "rows", "pairs", "mean over rows of (max z − mean z)",
            "softmax ignores a row's offset: this is what sharpness feels",
            "how many keys share the top: two equal maxima have the gap of one"),
-    Metric("entropy_mean", "nats", "mean", "mean", "pairs", "−Σ p log p, mean over rows",
+    Metric("entropy_mean", "nats", "mean", "rows", "pairs", "−Σ p log p, mean over rows",
            "0 at one-hot, log n at uniform",
            "a few collapsed rows or heads among many, and whether sharp attention does harm"),
-    Metric("entropy_p05", "nats", "mean", "mean", "none", "5th percentile over rows of the entropy",
+    Metric("entropy_p05", "nats", "mean", "rows", "none", "5th percentile over rows of the entropy",
            "the sharpest rows; a mean of percentiles where parts are combined",
            "which rows they are; of a subsample it is no unbiased estimate"),
-    Metric("entropy_frac", "1", "mean", "mean", "none", "mean over rows of H / log n; rows with one key left out",
+    Metric("entropy_frac", "1", "mean", "choices", "none", "mean over rows of H / log n; rows with one key left out",
            "0 one-hot … 1 uniform, comparable across lengths", "as entropy_mean"),
-    Metric("collapsed_rows", "1", "mean", "mean", "none", "fraction of rows with H / log n < 0.05",
+    Metric("collapsed_rows", "1", "mean", "choices", "none", "fraction of rows with H / log n < 0.05",
            "low entropy alone is no fault: some heads are meant to be sharp",
            "where those rows look: at a sink, at themselves, or at what matters"),
-    Metric("attn_max_mean", "1", "mean", "mean", "none", "mean over rows of the largest weight",
+    Metric("attn_max_mean", "1", "mean", "rows", "none", "mean over rows of the largest weight",
            "our reading of ViT-22B's “attn max”; the paper's reduction was not found", "as entropy_mean"),
     Metric("score_scale", "1", "mean", "max", "none", "the factor on q̂·k̂", "learned scales move",
            "the size of z, which lengths make too"),
@@ -86,18 +86,19 @@ METRICS: tuple[Metric, ...] = (
            "0 unless whole queries are padding", "why; where only some queries are measured, it counts among those"),
     Metric("nonfinite", "values", "mean", "sum", "none", "non-finite values in q̂, k̂ and z",
            "not 0: the metrics that they spoil are absent",
-           "where they came from; one value of q̂ counts again in each score that it spoils"),
+           "where they came from; one value of q̂ counts again in each score that it spoils; and an overflow within a "
+           "kernel of less range: compare max_abs_logit / score_scale with 65,504 in FP16"),
 )  # fmt: skip
 
 # Metrics that are measured only where they are asked for.
 GROUPS: dict[str, tuple[Metric, ...]] = {
     "sink": (
-        Metric("sink_mean", "1", "mean", "mean", "none", "mean over rows of the weight of the first key, p₁",
+        Metric("sink_mean", "1", "mean", "rows", "none", "mean over rows of the weight of the first key, p₁",
                "the class token of a plain ViT: near 1 where a head rests on it, 1/n at uniform",
                "sinks that are other tokens; whether a sink does harm: resting heads are legitimately low in entropy"),
     ),
     "bound": (
-        Metric("entropy_bound_mean", "nats", "mean", "mean", "two passes",
+        Metric("entropy_bound_mean", "nats", "mean", "rows", "two passes",
                "mean over rows of the least entropy that ‖c − mean c‖₂ allows (Zhai et al. 2023, theorem 3.1, a row "
                "at a time, without its bound of that length by spectral norms)",
                "never above entropy_mean; near it where one key holds the weight and the others share the rest",
@@ -215,8 +216,9 @@ unmasked keys of a row. Natural logarithm; computed in float32 outside autocast.
 absent, never 0: where inputs are not finite, `nonfinite` says how many.
 
 `heads` is how a layer's value is made of its heads (`max_pair`: from the head that attains max |z|; `none`: it has no
-heads and stands in a row of its own, at head −1); `parts` how micro-batches and ranks combine (`norm`: root of the sum
-of squares, `rms`: of their mean). `cost` is what a metric takes beyond the others: `tokens` a pass over q and k,
+heads and stands in a row of its own, at head −1); `parts` how micro-batches and ranks combine (`mean`: weighted by
+queries, `rows`: by rows with an unmasked key, `choices`: by rows with more than one; `norm`: root of the sum of
+squares, `rms`: of their mean). `cost` is what a metric takes beyond the others: `tokens` a pass over q and k,
 `pairs` its share of the one pass over the scores, `weights` one over the projections, `none` next to nothing.
 
 **A part of a batch.** `probe.images` measures the first images of a batch, `probe.queries` some rows of each image

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from qkexp.probe.adapters import ADAPTERS, Adapter, Capture, Sink
 from qkexp.probe.adapters.kernels import Kernels
@@ -54,6 +55,8 @@ class AttentionProbe:
         optimizer: yours, or several, for the group ``adam``.
         adapters: your own, asked before the built-in ones (docs/probe.md).
         strict: a module that looks like attention and shows none is an error, not a warning.
+        allow_missing: a layer that does not fire in a step (LayerDrop, an optional branch) is absent from its frame
+            instead of an error; a step without a forward pass has no frame.
 
     Attributes:
         frame: this step's :class:`~qkexp.probe.frame.Frame`; None on steps that were not probed.
@@ -77,20 +80,20 @@ class AttentionProbe:
         groups: Sequence[str] = (),
         compiled: bool = False,
         *,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = (),
         adapters: Sequence[type[Adapter] | Adapter] = (),
         strict: bool = False,
+        allow_missing: bool = False,
     ):
-        if not set(groups) <= set(GROUPS):
-            raise ValueError(f"groups={tuple(groups)}: there are {', '.join(GROUPS)}")
-        self.every, self.groups, self.strict = every, tuple(groups), strict
+        _check_arguments(every, images, queries, groups)
+        self.every, self.groups, self.strict, self.allow_missing = every, tuple(groups), strict, allow_missing
         self._reducer = Reducer(images, queries, self.groups, compiled)
-        self.optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+        self.optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer or ())
         self.gradients = "gradients" in self.groups
         self.spent = 0.0
         self.frame: Frame | None = None
         self.coverage: Coverage | None = None
-        self.active = self.checking = False
+        self.active = self.checking = self._stepped = False
         base = unwrapped(model)
         self._model_name = type(base).__name__
         self._modules = {id(m): plain_name(name) for name, m in base.named_modules()}
@@ -127,14 +130,18 @@ class AttentionProbe:
         if not (self.every > 0 and step % self.every == 0):
             yield
             return
+        if self.active:
+            raise RuntimeError(f"step {step} begins within another step of the same probe")
         try:
             with self._listening():
                 yield
             self.active = False
             self._check_coverage()
+            if self.allow_missing and not any(layer.fired for layer in self._layers):
+                return
             values = self._with_besides(self._reducer.reduce(self._layers), loss_scale)
             self.frame = Frame(step, phase, self.names, values, names(self.groups), self._reducer.subsampled)
-            if any(layer.beside is not None and layer.beside.was_updated() for layer in self._layers):
+            if self._stepped or any(layer.beside is not None and layer.beside.was_updated() for layer in self._layers):
                 self.updated()
         finally:
             self._forget()
@@ -196,11 +203,18 @@ class AttentionProbe:
                 if layer.adapter is not None and not layer.in_graph:
                     for handle in layer.adapter.attach(layer.module, self, self._sink(layer)):
                         stack.callback(handle.remove)
+            self._stepped = False
+            if besides(self.groups):  # fused optimisers leave no trace in a weight's version
+                stack.callback(register_optimizer_step_post_hook(self._notice).remove)
             for layer in self._layers if besides(self.groups) else ():
                 layer.beside = Beside(self.groups, layer.ask("projections"), layer.ask("block"), self.take)
                 for handle in layer.beside.begin():
                     stack.callback(handle.remove)
             yield
+
+    def _notice(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        weights = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._stepped |= any(layer.beside is not None and layer.beside.has(weights) for layer in self._layers)
 
     def _graphs(self) -> bool:
         """Whether probed steps may run compiled: every layer's hooks stand on it and can be compiled."""
@@ -222,9 +236,7 @@ class AttentionProbe:
                 layer.captures.append(capture)
                 return
             began = time.perf_counter()
-            B, _, N, _ = capture.q.shape
-            before = sum(images for _, images, _ in layer.done)
-            layer.done.append((self._reducer.measure([capture], before), B, B * self._reducer.rows(N)))
+            layer.done.append(self._reducer.measure([capture], sum(part.images for part in layer.done)))
             self.spent += time.perf_counter() - began
 
         return sink
@@ -243,13 +255,15 @@ class AttentionProbe:
 
     def _check_coverage(self) -> None:
         """Every layer fired and shows what its module computed; the first step says what is covered."""
+        if self.allow_missing and not any(layer.fired for layer in self._layers):
+            return
         first = self.coverage is None
         if first:
             self._settle()
         if all(layer.tentative and not layer.fired for layer in self._layers):
             raise CoverageError(f"{self._model_name} showed no attention in this step{self._advice()}")
         silent = [layer.name for layer in self._layers if not layer.fired]
-        if silent and (first or len(silent) < len(self._layers)):
+        if silent and not self.allow_missing and (first or len(silent) < len(self._layers)):
             raise CoverageError(
                 f"{len(silent)} of {len(self._layers)} attention layers did not fire in this step: "
                 f"{', '.join(silent)}; they may be unused, called as module.forward(x), belong to a copy of the model, "
@@ -270,8 +284,8 @@ class AttentionProbe:
         if first:
             names = self.names
             unchecked = {layer.name: layer.why_not for layer in self._layers if not layer.checked}
-            checked = tuple(n for n in names if n not in unchecked)
-            self.coverage = Coverage(names, names, names, checked, unchecked, self._unknown)
+            checked, fired = (tuple(n for n in names if n not in out) for out in (unchecked, silent))
+            self.coverage = Coverage(names, names, fired, checked, unchecked, self._unknown)
             self._announce()
 
     def _settle(self) -> None:
@@ -337,6 +351,19 @@ class AttentionProbe:
                 write(values[:, place], names(self.groups), {} if beside is None else beside.values)
             out.append(replace(group, values=values))
         return tuple(out)
+
+
+def _check_arguments(every: int, images: int | str, queries: int | str, groups: Sequence[str]) -> None:
+    def whole(x: object, least: int) -> bool:
+        return isinstance(x, int) and not isinstance(x, bool) and x >= least
+
+    if not whole(every, 0):
+        raise ValueError(f"every={every!r}: a whole number of steps, 0 for never")
+    for name, count in (("images", images), ("queries", queries)):
+        if count != "all" and not whole(count, 1):
+            raise ValueError(f"{name}={count!r}: a whole number of at least 1, or 'all'")
+    if isinstance(groups, str) or not set(groups) <= set(GROUPS):
+        raise ValueError(f"groups={groups!r}: a list of any of {', '.join(GROUPS)}")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qkexp.probe.adapters import Capture
 from qkexp.probe.frame import Group
-from qkexp.probe.layers import Layer
+from qkexp.probe.layers import Layer, Part
 from qkexp.probe.metrics import SCORE_GROUPS, names
 from qkexp.probe.parts import combine
 from qkexp.probe.rows import CHUNK_BYTES
@@ -59,21 +59,27 @@ class Reducer:
             if layer.captures:
                 groups[(len(layer.captures), *(_signature(c) for c in layer.captures))].append(place)
             elif layer.done:
-                rows = [count for *_, count in layer.done]
-                out.append(Group((place,), combine([x for x, _, _ in layer.done], rows, self.metrics), sum(rows)))
+                out.append(self._group((place,), layer.done))
         for places in groups.values():
             for together in self._calls(places, layers[places[0]].captures[0]):
-                parts, rows, images = [], [], 0
+                parts: list[Part] = []
                 for captures in zip(*(layers[place].captures for place in together), strict=True):
-                    B, _, N, _ = captures[0].q.shape
-                    parts.append(self.measure(captures, images))
-                    rows.append(B * self.rows(N))
-                    images += B
-                out.append(Group(tuple(together), combine(parts, rows, self.metrics), sum(rows)))
+                    parts.append(self.measure(captures, sum(part.images for part in parts)))
+                out.append(self._group(tuple(together), parts))
         return tuple(out)
 
-    def measure(self, captures: Sequence[Capture], before: int) -> Tensor:
-        """One forward pass of several layers, after those of ``before`` images -> (metric, layer, head)."""
+    def _group(self, layers: tuple[int, ...], parts: Sequence[Part]) -> Group:
+        """Forward passes of a step as one."""
+        rows = [part.rows for part in parts]
+        values = combine([part.values for part in parts], rows, self.metrics, [part.seen for part in parts])
+        if all(part.seen is None for part in parts):
+            return Group(layers, values, sum(rows))
+        seen = [part.values.new_full((2, *values.shape[1:]), float(part.rows)) if part.seen is None else part.seen
+                for part in parts]  # fmt: skip
+        return Group(layers, values, sum(rows), torch.stack(seen).sum(0))
+
+    def measure(self, captures: Sequence[Capture], before: int) -> Part:
+        """One forward pass of several layers, after those of ``before`` images."""
         spec, (B, _, N, _) = captures[0].spec, captures[0].q.shape
         q, k, scales = [c.q for c in captures], [c.k for c in captures], [c.scale for c in captures]
         bias, mask = [c.bias for c in captures], [c.mask for c in captures]
@@ -95,7 +101,8 @@ class Reducer:
         )
         stats |= raw_norms("q", [c.q_length for c in captures], stats)
         stats |= raw_norms("k", [c.k_length for c in captures], stats)
-        return torch.stack([stats[name] for name in self.metrics])
+        values = torch.stack([stats[name] for name in self.metrics])
+        return Part(values, B, B * self.rows(N), stats.get("seen"))
 
     def _calls(self, places: list[int], first: Capture) -> Iterator[list[int]]:
         """Share a call between as many layers as fit a chunk: small layers save overhead, large ones cache."""

@@ -78,7 +78,8 @@ def layer_stats(
 
     ``score_dtype`` is the kernel's, None for that of q. A bias or mask is that of every layer, or one a layer in a
     list. ``fused``: :func:`row_stats`. A non-finite value of a key counts in every head that the key serves. Beside the
-    metrics stand ``q_length_mean``, ``q_length_max`` and those of k, which the other's non-finite values do not spoil.
+    metrics stand ``q_length_mean``, ``q_length_max`` and those of k, which the other's non-finite values do not spoil;
+    and under a mask ``seen`` (2, layers, H), rows with an unmasked key, and rows with more than one.
     """
     L, (B, H, *_) = len(q), q[0].shape
     served = H // k[0].shape[1]  # query heads of a key head
@@ -101,13 +102,14 @@ def layer_stats(
         largest = [x.amax(-1).view(L, B, H).amax(1) for x in (q_norm, k_norm)]
         lengths = torch.stack([out["q_in_norm_mean"], largest[0], out["k_in_norm_mean"], largest[1]])
         lengths = torch.where(lengths.isfinite(), lengths, math.nan)
-    masked_rows = out.pop("masked_rows")
+    masked_rows, seen = out.pop("masked_rows"), out.pop("seen", None)
     # one pass over all of them: what non-finite inputs spoil is absent
     values = torch.stack(list(out.values()))
     values = torch.where((broken == 0) & values.isfinite(), values, math.nan)
     out = dict(zip(out, values.unbind(), strict=True))
     out |= dict(zip(("q_length_mean", "q_length_max", "k_length_mean", "k_length_max"), lengths.unbind(), strict=True))
-    return out | {"masked_rows": masked_rows, "nonfinite": broken, "score_scale": scales}
+    out |= {"masked_rows": masked_rows, "nonfinite": broken, "score_scale": scales}
+    return out if seen is None else {**out, "seen": seen}
 
 
 def _a_layer(x: Tensor | Sequence[Tensor | None] | None, layers: int) -> list[Tensor | None]:
@@ -258,6 +260,7 @@ def _reduce_rows(rows: Rows, layers: int) -> dict[str, Tensor]:
         "logit_gap_mean": mean(rows.gap, rows.valid),
         **{f"{name}_mean": mean(value, rows.valid) for name, value in rows.extra.items()},
         "masked_rows": _by_head(~rows.valid, layers).sum(-1).float(),
+        "seen": torch.stack([_by_head(x, layers).sum(-1).float() for x in (rows.valid, choice)]),
     }
 
 

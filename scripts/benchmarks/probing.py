@@ -144,7 +144,7 @@ def spent_in(probe: AttentionProbe, step: Callable[[], None]) -> float:
     """Seconds of CPU of the statistics of a step alone, without the hooks."""
     spent, measure = [], probe._reducer.measure
 
-    def timed(*args: Any) -> torch.Tensor:
+    def timed(*args: Any) -> Any:
         began = time.process_time()
         found = measure(*args)
         spent.append(time.process_time() - began)

@@ -112,7 +112,7 @@ def test_every_metric_says_how_its_parts_combine():
     assert len(BY_NAME) == len(METRICS) + sum(map(len, GROUPS.values()))
     for metric in BY_NAME.values():
         assert metric.heads in ("max", "mean", "max_pair", "none")
-        assert metric.shards in ("max", "mean", "sum", "max_pair", "norm", "rms")
+        assert metric.shards in ("max", "mean", "rows", "choices", "sum", "max_pair", "norm", "rms")
         maximum = metric.name.endswith("_max") or (metric.name.startswith("max_") and "pair" not in metric.name)
         assert not maximum or (metric.heads in ("max", "none") and metric.shards == "max"), metric.name
         assert metric.definition

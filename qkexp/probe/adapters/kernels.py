@@ -143,7 +143,7 @@ class Kernels:
                 capture.output, capture.dropout = None, dropout
                 if produced is not None:
                     produced = produced if produced.dim() == 3 else produced.unsqueeze(1)
-                    capture.output = self.listener.take(produced.transpose(0, 1))
+                    capture.output = self.listener.take(produced.transpose(0, 1)).clone()
                     capture.finish = functools.partial(_project, weight, bias, then)
             sink(capture)
 

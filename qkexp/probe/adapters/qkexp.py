@@ -45,13 +45,13 @@ class QkexpAdapter:
                 lq, lk = lengths.pop("q", None), lengths.pop("k", None)
                 capture = Capture(listener.take(q), listener.take(k), lq, lk, scale, module.core.spec)
                 if not torch.compiler.is_compiling() and (listener.checking or listener.gradients):
-                    capture.v = listener.take(v)
+                    capture.v = listener.take(v).clone() if listener.checking else listener.take(v)
                     _once(core, lambda y: show(capture, y))
                 sink(capture)
 
         def show(capture: Capture, output: Tensor) -> None:
             if listener.checking:
-                capture.output = listener.take(output)
+                capture.output = listener.take(output).clone()  # what follows may write into it
             if listener.gradients:
                 capture.await_gradient(output, listener.take)
 

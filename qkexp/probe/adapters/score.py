@@ -179,12 +179,28 @@ def split(additive: Tensor, hiding: float | None) -> tuple[Tensor | None, Tensor
     return bias if bias.any() else None, None if shown.all() else shown
 
 
-def einsum_product(equation: str) -> str | None:
-    """``"scores"`` for bhnd,bhmd->bhnm, ``"output"`` for bhnm,bhmd->bhnd, whatever the letters; else None."""
-    inputs, _, out = equation.replace(" ", "").partition("->")
-    a, _, b = inputs.partition(",")
-    if not (len(a) == len(b) == len(out) >= 3 and a[:-2] == b[:-2] == out[:-2]):
+def as_product(equation: str, a: Tensor, b: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """An einsum as the matrix product (a, b, out) that it is: of q and k, bhnd,bhmd->bhnm, or of weights and v.
+
+    Whatever the letters, and wherever heads stand in q, k, v and the output; None: it is neither.
+    """
+    inputs, _, c = equation.replace(" ", "").partition("->")
+    x, _, y = inputs.partition(",")
+    if len(set(x)) != len(x) or len({len(x), len(y), len(c)}) != 1 or len(c) < 3:
         return None
-    if a[-1] == b[-1] and out[-2:] == a[-2] + b[-2]:
-        return "scores"
-    return "output" if a[-1] == b[-2] and out[-2:] == a[-2] + b[-1] else None
+    shared = [letter for letter in c if letter in x and letter in y]
+    summed, rows, columns = ({*x, *y} - {*c}, {*x} - {*y}, {*y} - {*x})
+    if not (len(summed) == len(rows) == len(columns) == 1 and len(shared) == len(c) - 2):
+        return None
+    d, n, m = summed.pop(), rows.pop(), columns.pop()
+    if c[-2:] == n + m and c[:-2] == "".join(shared):  # scores: heads before queries before keys
+        lead = c[:-2]
+        return _ordered(a, x, lead + n + d), _ordered(b, y, lead + m + d).transpose(-2, -1), out
+    lead = x[:-2]
+    if x == lead + n + d and {*lead} == {*shared}:  # weights, over the keys d, times v
+        return a, _ordered(b, y, lead + d + m), _ordered(out, c, lead + n + m)
+    return None
+
+
+def _ordered(x: Tensor, letters: str, wanted: str) -> Tensor:
+    return x if letters == wanted else x.permute([letters.index(letter) for letter in wanted])

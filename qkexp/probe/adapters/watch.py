@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from qkexp.model.core import Scale, ScoreSpec
 from qkexp.probe.adapters.base import Capture, Hook, Listener, Sink, frozen
-from qkexp.probe.adapters.score import DIVIDED, TIMES, Lost, Score, einsum_product, flat, split
+from qkexp.probe.adapters.score import DIVIDED, TIMES, Lost, Score, as_product, flat, split
 from qkexp.probe.stats import vector_norms
 
 PRODUCTS = {"matmul", "__matmul__", "bmm"}
@@ -36,7 +36,8 @@ class Watch(TorchFunctionMode):
         self.masks = {m.untyped_storage().data_ptr() for m in masks}
         self.scores: dict[int, Score] = {}  # by the id of what they have become, which they keep alive
         # what q and k were before they were scaled or normalised: id of the output -> (output, input, factor)
-        self.scaled: dict[int, tuple[Tensor, Tensor, float]] = {}
+        # (or what has become of it since, by its version)
+        self.scaled: dict[int, tuple[Tensor, Tensor, float, int]] = {}
         self.normalized: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,15 +53,15 @@ class Watch(TorchFunctionMode):
         elif name in PRODUCTS and len(args) > 1:
             self._product(args[0], args[1], out)
         elif name == "einsum" and len(args) == 3 and isinstance(args[0], str):
-            kind = einsum_product(args[0])
-            if kind is not None:
-                self._product(args[1], args[2].transpose(-2, -1) if kind == "scores" else args[2], out)
+            product = as_product(args[0], args[1], args[2], out)
+            if product is not None:
+                self._product(*product)
         elif name == "normalize" and args and isinstance(out, Tensor):
             self.normalized[id(out)] = out, args[0]
         elif (place := next((i for i, a in enumerate(args[:3]) if id(a) in self.scores), None)) is not None:
             self._follow(name, place, args, kwargs, out)
         elif name in TIMES | DIVIDED and len(args) > 1 and isinstance(args[1], float) and out is not args[0]:
-            self.scaled[id(out)] = out, args[0], args[1] if name in TIMES else 1.0 / args[1]
+            self.scaled[id(out)] = out, args[0], args[1] if name in TIMES else 1.0 / args[1], version(out)
 
     def _product(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         score = self.scores.pop(id(a), None)
@@ -79,7 +80,8 @@ class Watch(TorchFunctionMode):
                 **self._raw(score.q, score.k),
             )
         elif a.dim() >= 3 and b.dim() == a.dim():
-            _, q, factor = self.scaled.get(id(a), (a, a, 1.0))
+            _, q, factor, then = self.scaled.get(id(a), (a, a, 1.0, version(a)))
+            q, factor = (q, factor) if version(a) == then else (a, 1.0)
             # the normalised k of which b is the transpose, as the object that it was
             k = next((k for k, _ in self.normalized.values() if _same_memory(k, b)), b.transpose(-2, -1))
             self.scores[id(out)] = Score(q, k, out, self.hiding, self.masks, [factor])
@@ -98,6 +100,11 @@ class Watch(TorchFunctionMode):
         if followed and isinstance(out, Tensor):  # z[hide] = value returns nothing
             del self.scores[id(args[place])]
             self.scores[id(out)] = score
+
+
+def version(x: Tensor) -> int:
+    """Counts in-place operations, where PyTorch does."""
+    return 0 if x.is_inference() else x._version
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
@@ -185,8 +192,9 @@ def report(
     capture = Capture(cut(q), cut(k), q_length, k_length, scale, ScoreSpec(cap), bias, mask, dropout=dropout)
     if listener.checking or listener.gradients:
         capture.v, capture.hiding = cut(v), hiding
-    if listener.checking:
-        capture.output = None if output is None else cut(output)
+    if listener.checking:  # copies: what follows may write into them
+        capture.v = cut(v).clone()
+        capture.output = None if output is None else cut(output).clone()
     if listener.gradients and output is not None:
         capture.await_gradient(output, cut)
     sink(capture)

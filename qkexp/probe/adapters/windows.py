@@ -19,6 +19,7 @@ from qkexp.probe.weights import Projections, named_projections
 WINDOWS = {
     "timm.models.swin_transformer.WindowAttention",
     "timm.models.swin_transformer_v2.WindowAttention",
+    "timm.models.swin_transformer_v2_cr.WindowMultiHeadAttention",
     "torchvision.models.swin_transformer.ShiftedWindowAttention",
     "torchvision.models.swin_transformer.ShiftedWindowAttentionV2",
 }
