@@ -210,7 +210,8 @@ class LocalLauncher:
             return BUSY
         reason = self._reason(item, code)
         with (folder / "log.txt").open("a") as log:
-            log.write(f"{reason}\n")
+            hint = ", by somebody or by the system for want of memory" if code == -signal.SIGKILL else ""
+            log.write(f"{reason}{hint}\n")
         fail(folder, reason, {**lock.state, "step": left.get("step", 0)})
         lock.release()
         return CRASHED
@@ -220,8 +221,7 @@ class LocalLauncher:
             return f"timed out: not done after train.timeout={item.run.config.train.timeout:g} seconds"
         if code >= 0:
             return f"ended with exit code {code} and without an outcome"
-        name = signal.Signals(-code).name
-        return f"killed by {name}" + (": by somebody, or by the system for want of memory" if code == -9 else "")
+        return f"killed by {signal.Signals(-code).name}"
 
 
 def worst(one: int, other: int) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from qkexp.config import UserError
+from qkexp.record.lock import held
 from qkexp.sweep.job import CRASHED, DONE, INTERRUPTED
 from qkexp.sweep.launch import CODES, GRACE_SECONDS, TICK_SECONDS, LocalLauncher, cores, signatures, worst
 from qkexp.sweep.plan import Planned
@@ -102,9 +103,9 @@ class Remote:
                 tick()
                 time.sleep(TICK_SECONDS)
         except KeyboardInterrupt:
-            self._cancel(jobs)
+            self._cancel(jobs, directory, runs)
             return INTERRUPTED
-        self._cancel(jobs)
+        self._cancel(jobs, directory, runs)
         self.problems = list({text: None for job in jobs if (text := job.problem())})
         return self._code(directory, runs)
 
@@ -114,12 +115,15 @@ class Remote:
             code = worst(code, CODES.get(state_of(directory / run.name).status, INTERRUPTED))
         return code
 
-    def _cancel(self, jobs: Sequence[Job]) -> None:
+    def _cancel(self, jobs: Sequence[Job], directory: Path, runs: Sequence[Planned]) -> None:
+        """Cancel the jobs that are left, and wait until their runs have saved."""
         left = [job for job in jobs if not job.done()]
         for job in left:
             job.cancel()
         end = time.monotonic() + GRACE_SECONDS
-        while not all(job.done() for job in left) and time.monotonic() < end:
+        while left and time.monotonic() < end:
+            if all(job.done() for job in left) and not any(held(directory / run.name) for run in runs):
+                break
             time.sleep(TICK_SECONDS)
 
 
