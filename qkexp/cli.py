@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import signal
 import sys
@@ -56,6 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         err.print(f"qkexp {args[0]}: {error.strerror}: {error.filename}", markup=False, soft_wrap=True)
         return WRONG_INPUT
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        err.print(f"qkexp {args[0]}: no space left on the device: free some, and the same command goes on")
+        return FAILED
     except KeyboardInterrupt:
         err.print("interrupted; the same command goes on")
         return INTERRUPTED
@@ -310,7 +316,7 @@ def _launch(
         with progress(out, plan.directory, todo) as tick:
             code = launcher.launch(plan.directory, todo, again=options.again, fail_fast=options.fail_fast, tick=tick)
         for problem in launcher.problems:
-            err.print(f"{launcher.where}: a job ended badly: {problem}", markup=False, soft_wrap=True)
+            err.print(f"{launcher.where}: {problem}", markup=False, soft_wrap=True)
         if not alone:
             timing = {
                 "wall_seconds": time.monotonic() - began,

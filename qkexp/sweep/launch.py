@@ -204,16 +204,28 @@ class LocalLauncher:
         outcome = read_json(folder / "outcome.json")
         if outcome and (code == DONE or signature(folder) != item.before):
             return CODES.get(outcome.get("status", "failed"), CRASHED)
-        left = read_json(folder / "lock") or {}
-        lock = None if code == BUSY else take(folder, item.run.steps)
-        if lock is None:
+        if code == BUSY:
             return BUSY
         reason = self._reason(item, code)
-        with (folder / "log.txt").open("a") as log:
-            hint = ", by somebody or by the system for want of memory" if code == -signal.SIGKILL else ""
-            log.write(f"{reason}{hint}\n")
-        fail(folder, reason, {**lock.state, "step": left.get("step", 0)})
-        lock.release()
+        try:
+            return self._record(folder, item.run, reason, code)
+        except OSError as error:  # a full disk: the directory cannot tell, so the launch does
+            self.problems.append(f"{item.run.name}: {reason}; nor can that be recorded ({error.strerror})")
+            return CRASHED
+
+    def _record(self, folder: Path, run: Planned, reason: str, code: int) -> int:
+        """Say in a run's directory that its process died, unless the run is another's by now."""
+        left = read_json(folder / "lock") or {}
+        lock = take(folder, run.steps)
+        if lock is None:
+            return BUSY
+        try:
+            with (folder / "log.txt").open("a") as log:
+                hint = ", by somebody or by the system for want of memory" if code == -signal.SIGKILL else ""
+                log.write(f"{reason}{hint}\n")
+            fail(folder, reason, {**lock.state, "step": left.get("step", 0)})
+        finally:
+            lock.release()
         return CRASHED
 
     def _reason(self, item: Running, code: int) -> str:
