@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install reproduce test check bench clean
+.PHONY: help install reproduce test test-faults check bench clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP)  ## make .venv and install the project with its development tools
 
@@ -22,6 +22,9 @@ reproduce: $(STAMP)  ## redraw the ViT-22B figure from real runs (about 8 minute
 
 test: $(STAMP)  ## run all tests
 	$(BIN)/python -m pytest
+
+test-faults: $(STAMP)  ## kill, damage and crowd real sweeps, and count what is lost (under 15 minutes on two cores)
+	$(BIN)/python tests/faults/drill.py
 
 check: $(STAMP)  ## lint, format and types
 	$(BIN)/ruff check .

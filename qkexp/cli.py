@@ -7,11 +7,13 @@ is a result), 1 a run crashed or a claim failed, 2 wrong input, 75 interrupted: 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +22,15 @@ from rich.console import Console
 from qkexp.config import RunConfig, UserError
 
 if TYPE_CHECKING:
-    from qkexp.sweep.launch import LocalLauncher
+    from qkexp.sweep.bisect import Verdicts
+    from qkexp.sweep.launch import Launcher
     from qkexp.sweep.plan import Plan, Planned
+    from qkexp.sweep.status import State
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 75
+STOP = -1  # a search that only plans
 MIRROR_SECONDS = 60.0
+WATCH_SECONDS = 2.0
 out = Console(soft_wrap=False, highlight=False)
 err = Console(stderr=True, highlight=False)
 
@@ -51,6 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         err.print(f"qkexp {args[0]}: {error.strerror}: {error.filename}", markup=False, soft_wrap=True)
         return WRONG_INPUT
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        err.print(f"qkexp {args[0]}: no space left on the device: free some, and the same command goes on")
+        return FAILED
     except KeyboardInterrupt:
         err.print("interrupted; the same command goes on")
         return INTERRUPTED
@@ -70,7 +81,9 @@ def train(options: argparse.Namespace) -> int:
     if options.plan:
         return _print_plan(plan, options)
     run = plan.runs[0]
-    if plan.missing(options.again):
+    if not plan.missing(options.again):
+        _adopt(plan, options)
+    else:
         code = _launch(plan, plan.runs, _ready(plan, plan.runs, alone=True), options, alone=True)
         if code:
             _explain_failure(plan.directory / run.name)
@@ -80,8 +93,7 @@ def train(options: argparse.Namespace) -> int:
 
 
 def sweep(options: argparse.Namespace) -> int:
-    plan = _plan(options.overrides)
-    return _print_plan(plan, options) if options.plan else _sweep(plan, options)
+    return _sweep(_plan(options.overrides), options)
 
 
 def reproduce(options: argparse.Namespace) -> int:
@@ -91,10 +103,8 @@ def reproduce(options: argparse.Namespace) -> int:
     if options.quick:
         seed = min(run.config.seed for run in plan.runs)
         plan = _plan([f"experiment={name}", *(o for o in overrides if not o.startswith("seed=")), f"seed={seed}"])
-    if options.plan:
-        return _print_plan(plan, options)
     code = _sweep(plan, options)
-    if code in (WRONG_INPUT, INTERRUPTED):
+    if options.plan or code in (WRONG_INPUT, INTERRUPTED):
         return code
     code = max(code, _verify(plan.directory))
     _draw(plan.directory)
@@ -102,21 +112,31 @@ def reproduce(options: argparse.Namespace) -> int:
 
 
 def status(options: argparse.Namespace) -> int:
-    from qkexp.sweep.status import summary, sweep_states, table
+    from rich.console import Group
+    from rich.live import Live
+
+    from qkexp.sweep.status import pace, summary, sweep_states, table
 
     directory = _directory(options.directory)
-    while True:
+
+    def looks() -> Iterator[list[State]]:
         states = sweep_states(directory)
+        yield states
+        while options.watch and any(s.status in ("running", "missing") for s in states):
+            time.sleep(WATCH_SECONDS)
+            states = sweep_states(directory, {s.name: s for s in states})
+            yield states
+
+    with contextlib.suppress(KeyboardInterrupt):  # of a user who has seen enough
         if options.json:
-            print(json.dumps([vars(s) for s in states], indent=1))
+            for states in looks():
+                print(json.dumps([vars(s) for s in states], indent=None if options.watch else 1), flush=True)
         else:
-            out.print(table(states, str(directory)))
-            out.print(summary(states))
-        if not options.watch or not any(s.status in ("running", "missing") for s in states):
-            return DONE
-        time.sleep(2.0)
-        if not options.json:
-            out.clear()
+            with Live(console=out, auto_refresh=False) as live:
+                for states in looks():
+                    line = ", ".join(filter(None, (summary(states), pace(states))))
+                    live.update(Group(table(states, str(directory)), line), refresh=True)
+    return DONE
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -190,6 +210,13 @@ def _plan(overrides: Sequence[str], *, single: bool = False) -> Plan:
 
 
 def _sweep(plan: Plan, options: argparse.Namespace) -> int:
+    if plan.sweep.rates is not None:
+        return _search(plan, options)
+    return _print_plan(plan, options) if options.plan else _train(plan, options)
+
+
+def _train(plan: Plan, options: argparse.Namespace) -> int:
+    """Train what is missing of a plan, and say how all of it stands."""
     from qkexp.sweep.status import summary, table
 
     todo = plan.missing(options.again)
@@ -197,10 +224,10 @@ def _sweep(plan: Plan, options: argparse.Namespace) -> int:
     plan.write()
     done = len(plan.runs) - len(todo)
     out.print(f"{plan.directory}: {len(plan.runs)} runs, {done} finished before, {len(todo)} to train", soft_wrap=True)
+    _adopt(plan, options)
     foreign = [] if options.again else plan.foreign()
     if foreign:
-        shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
-        out.print(f"kept, though other code made them (--again trains them anew): {shown}", soft_wrap=True)
+        out.print(f"kept, though other code made them (--again trains them anew): {_some(foreign)}", soft_wrap=True)
     code = _launch(plan, todo, launcher, options, alone=False) if todo else DONE
     states = plan.states()
     problems = [s for s in states if s.status not in ("completed", "diverged")]
@@ -211,7 +238,56 @@ def _sweep(plan: Plan, options: argparse.Namespace) -> int:
     return code
 
 
-def _ready(plan: Plan, todo: Sequence[Planned], *, alone: bool) -> LocalLauncher:
+def _adopt(plan: Plan, options: argparse.Namespace) -> None:
+    """Take over what other sweeps have finished, and name it."""
+    plan.make_directory()
+    shared = plan.adopt(options.again)
+    if shared:
+        sweeps = sorted({run.directory.parent.name for run in shared})
+        names = _some([run.name for run in shared])
+        out.print(f"shared with {', '.join(sweeps)} (--again trains them anew): {names}", soft_wrap=True)
+
+
+def _search(plan: Plan, options: argparse.Namespace) -> int:
+    """Bisect for the largest stable rate of each variant."""
+    from qkexp.record.files import write_json
+    from qkexp.sweep.bisect import report, search, table
+
+    assert plan.sweep.rates is not None
+    rates = plan.sweep.rates
+    out.print(
+        f"{plan.directory}: searching {len(rates)} rates from {rates[0]:g} to {rates[-1]:g}; all of them would be "
+        f"{len(plan.runs)} runs",
+        soft_wrap=True,
+    )
+
+    def train(part: Plan) -> int:
+        if not options.plan:
+            return _train(part, options)
+        if part.missing():
+            return _print_plan(part, options, "the next round") or STOP
+        return DONE
+
+    def judge(names: Sequence[str]) -> Verdicts:
+        from qkexp.analysis.sensitivity import verdicts
+
+        return verdicts(plan.directory, names)
+
+    code, brackets = search(plan, train, judge)
+    if code == STOP:
+        return DONE
+    if brackets:
+        out.print(table(brackets))
+        if not options.plan:
+            write_json(plan.directory / "critical.json", report(brackets))
+    return code
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _ready(plan: Plan, todo: Sequence[Planned], *, alone: bool) -> Launcher:
     """Check what only this machine can tell (device, sizes, data), before anything is written.
 
     Returns the launcher that is to train the runs.
@@ -221,16 +297,17 @@ def _ready(plan: Plan, todo: Sequence[Planned], *, alone: bool) -> LocalLauncher
     from qkexp.train.data import prepare
     from qkexp.train.precision import check_machine, warnings
 
-    for run in todo:
-        check_machine(run.config)
-    for config in {str((r.config.model, r.config.data)): r.config for r in todo}.values():
-        check_sizes(config)
     settings = dict(plan.sweep.launcher)
     if alone:
         settings |= {"workers": 1, "threads": settings["threads"] or cores()}
-    for text in {w: None for run in todo for w in warnings(run.config)}:
-        err.print(text, markup=False, soft_wrap=True)
     launcher = make_launcher(plan.sweep.launcher_name, settings)
+    if launcher.where == "here":
+        for run in todo:
+            check_machine(run.config)
+        for text in {w: None for run in todo for w in warnings(run.config)}:
+            err.print(text, markup=False, soft_wrap=True)
+    for config in {str((r.config.model, r.config.data)): r.config for r in todo}.values():
+        check_sizes(config)
     needs: dict[tuple[Any, ...], RunConfig] = {}  # of each data set the run with the largest batch
     for config in sorted((run.config for run in todo), key=lambda c: c.train.batch_size):
         needs[config.data.name, config.data.root, config.data.download] = config
@@ -240,10 +317,10 @@ def _ready(plan: Plan, todo: Sequence[Planned], *, alone: bool) -> LocalLauncher
 
 
 def _launch(
-    plan: Plan, todo: Sequence[Planned], launcher: LocalLauncher, options: argparse.Namespace, *, alone: bool
+    plan: Plan, todo: Sequence[Planned], launcher: Launcher, options: argparse.Namespace, *, alone: bool
 ) -> int:
     """Train runs, show progress, and mirror them where a tracker is configured."""
-    from qkexp.record.run import write_json
+    from qkexp.record.files import write_json
     from qkexp.sweep.display import progress
 
     plan.make_directory()
@@ -258,6 +335,8 @@ def _launch(
     try:
         with progress(out, plan.directory, todo) as tick:
             code = launcher.launch(plan.directory, todo, again=options.again, fail_fast=options.fail_fast, tick=tick)
+        for problem in launcher.problems:
+            err.print(f"{launcher.where}: {problem}", markup=False, soft_wrap=True)
         if not alone:
             timing = {
                 "wall_seconds": time.monotonic() - began,
@@ -296,19 +375,20 @@ def _draw(directory: Path, names: list[str] | None = None) -> None:
         out.print(f"figure: {path}", soft_wrap=True)
 
 
-def _print_plan(plan: Plan, options: argparse.Namespace) -> int:
+def _print_plan(plan: Plan, options: argparse.Namespace, title: str = "plan") -> int:
+    from qkexp.sweep.estimate import estimate
     from qkexp.sweep.status import summary, table
 
     states = plan.states()
-    out.print(table(states, f"plan of {plan.directory}"))
+    out.print(table(states, f"{title} of {plan.directory}"))
     todo = plan.missing(options.again)
-    known = [s.seconds / s.steps for s in states if s.seconds and s.steps]
-    workers = plan.sweep.launcher["workers"] or 1
-    out.print(f"{summary(states)}; {len(todo)} to train")
-    if known and todo:
-        pace = sorted(known)[len(known) // 2]
-        seconds = pace * sum(r.steps for r in todo) / workers
-        out.print(f"about {seconds / 60:.1f} minutes with {workers} at once, at the pace of the finished runs")
+    named = len(plan.sweep.runs)
+    twice = f" ({named} named by the grid)" if title == "plan" and named > len(plan.runs) else ""
+    out.print(f"{len(plan.runs)} runs{twice}: {summary(states)}; {len(todo)} to train")
+    if todo:
+        with out.status("estimating the time"):
+            text = estimate(todo, states, plan.sweep)
+        out.print(text, soft_wrap=True)
     return DONE
 
 
@@ -389,7 +469,7 @@ def parser(verb: str) -> argparse.ArgumentParser:
             "--mode", choices=("auto", "online", "offline"), default="auto", help="auto: online with a login"
         )
     if verb == "status":
-        p.add_argument("--watch", action="store_true", help="again every two seconds, until nothing runs")
+        p.add_argument("--watch", action="store_true", help="again every two seconds, until every run has ended")
         p.add_argument("--json", action="store_true", help="machine-readable")
     if verb == "probe":
         from qkexp.probe.metrics import GROUPS

@@ -6,12 +6,16 @@ written: ``@hydra.main`` would make directories first and accept keys outside th
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import itertools
+import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +26,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from qkexp.config import (
     DATA_SETS,
+    BisectConfig,
     ConfigError,
     ExperimentConfig,
     Key,
@@ -33,8 +38,9 @@ from qkexp.config import (
     UserError,
     accepted,
     check,
+    check_launcher,
+    check_value,
     keys,
-    to_typed,
 )
 
 ROOT_CONFIG = "train"
@@ -65,6 +71,7 @@ class Sweep:
     launcher: dict[str, Any]
     expect: dict[str, Any] | None
     figures: list[str] | None
+    rates: list[float] | None  # of a search for the critical rate; the runs are then those it may come to ask for
     runs: list[tuple[list[str], RunConfig]]
 
     @property
@@ -84,8 +91,8 @@ def compose_sweep(overrides: Sequence[str], *, single: bool = False) -> Sweep:
     """
     with _hydra():
         parsed = _parse(overrides)
-        first = _compose([o for o in overrides if not _parse([o])[0].is_sweep_override()], parsed)
-        axes = _experiment_axes(first, parsed)
+        first = _compose([o for o in overrides if not _parse([o])[0].is_sweep_override()])
+        rates = None if single else _rates(first, parsed)
         if single:
             swept = [o.key_or_group for o in parsed if o.is_sweep_override()]
             if swept:
@@ -93,25 +100,68 @@ def compose_sweep(overrides: Sequence[str], *, single: bool = False) -> Sweep:
                     f"{swept[0]}: several values are a sweep; use `qkexp sweep`, or quote the value: "
                     f"'{swept[0]}=\"a,b\"'"
                 )
-            axes = []
-        tasks = [list(t) for t in _expand(axes + list(overrides))]
-        composed = [(task, _compose(task, _parse(task))) for task in tasks]
-    runs = [(task, _typed(cfg, task)) for task, cfg in composed]
+            tasks = [tuple(overrides)]
+        else:
+            tasks = [task for grid in _grids(first, overrides, parsed, rates) for task in _expand(grid)]
+        compose_run = _Composer()
+        runs = [(list(task), compose_run(task)) for task in tasks]
     default_name = "single" if single else "sweep"
-    launcher: Any = OmegaConf.to_container(first.hydra.launcher)
-    for name, value in launcher.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigError(f"hydra.launcher.{name}", value, "a whole number >= 1, or null")
     return Sweep(
         name=_sweep_name(first.sweep_name or first.experiment or default_name),
         experiment=first.experiment,
         output_dir=Path(first.output_dir).expanduser().absolute(),
         launcher_name=first.hydra.runtime.choices["hydra/launcher"],
-        launcher=launcher,
+        launcher=check_launcher(OmegaConf.to_container(first.hydra.launcher)),  # type: ignore[arg-type]
         expect=OmegaConf.to_container(first.expect) if first.expect is not None else None,  # type: ignore[arg-type]
         figures=list(first.figures) if first.figures is not None else None,
+        rates=rates,
         runs=runs,
     )
+
+
+# ---------------------------------------------------------------- which runs
+
+
+def _grids(
+    first: DictConfig, overrides: Sequence[str], parsed: Sequence[Override], rates: list[float] | None
+) -> Iterator[list[str]]:
+    """Grids as overrides with several values: the axes, crossed with each entry of ``runs``.
+
+    What stands on the command line replaces an axis of the same key, in an entry too.
+    """
+    given = {o.key_or_group for o in parsed}
+    axes = dict(OmegaConf.select(first, "hydra.sweeper.params") or {})
+    if rates is not None:
+        axes["optim.lr"] = ",".join(f"{rate:.4g}" for rate in rates)
+    entries: Any = [{}] if first.runs is None else first.runs
+    entries = OmegaConf.to_container(entries) if OmegaConf.is_config(entries) else entries
+    if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in entries):
+        raise ConfigError("runs", entries, "a list of {KEY: VALUES}, or null")
+    for entry in entries:
+        own = {**{k: v for k, v in axes.items() if k not in entry}, **entry}
+        grid = [f"{k}={_written(v)}" for k, v in own.items() if k not in given]
+        # an experiment's own choice must be composed before the axes that override it
+        yield [*grid, *overrides]
+
+
+def _written(value: Any) -> str:
+    """A value of a YAML file as an override writes it; a text may hold several (``1e-3,1e-2``)."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _rates(first: DictConfig, parsed: Sequence[Override]) -> list[float] | None:
+    """Rates of a search, evenly spaced on a logarithmic scale, none further from the next than ``bisect.factor``."""
+    b = first.bisect
+    for k in keys(BisectConfig, "bisect."):
+        check_value(k, b[k.name.removeprefix("bisect.")])
+    if b.low is None and b.high is None:
+        return None
+    if b.low is None or b.high is None or not b.high > b.low:
+        raise ConfigError("bisect.high", b.high, f"a rate above bisect.low={b.low}")
+    if any(o.key_or_group == "optim.lr" for o in parsed):
+        raise UserError("optim.lr: its values are those of the search, from bisect.low to bisect.high; leave it out")
+    count = math.ceil(math.log(b.high / b.low) / math.log(b.factor) - 1e-9)
+    return [float(f"{b.low * (b.high / b.low) ** (i / count):.4g}") for i in range(count + 1)]
 
 
 def _sweep_name(name: str) -> str:
@@ -129,19 +179,20 @@ def _hydra() -> Iterator[None]:
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:
-    parser = OverridesParser.create()
-    parsed = []
-    for text in overrides:
-        try:
-            override = parser.parse_override(text)
-        except HydraException as error:
-            raise UserError(
-                f"{text!r} is not an override ({str(error).splitlines()[0]}); "
-                "write KEY=VALUE; quote values that hold = , or brackets: 'KEY=\"a=b,c\"'"
-            ) from None
-        _check_key(override, text)
-        parsed.append(override)
-    return parsed
+    return [_parsed(text) for text in overrides]
+
+
+@cache
+def _parsed(text: str) -> Override:
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise UserError(
+            f"{text!r} is not an override ({str(error).splitlines()[0]}); "
+            "write KEY=VALUE; quote values that hold = , or brackets: 'KEY=\"a=b,c\"'"
+        ) from None
+    _check_key(override, text)
+    return override
 
 
 def _check_key(override: Override, text: str) -> None:
@@ -162,29 +213,78 @@ def _near(name: str) -> str:
     return f"; {'close' if close else 'accepted'}: {', '.join(listed)}"
 
 
+@cache
 def _leaf_keys() -> dict[str, Key]:
-    return {k.name: k for k in keys()}
+    return {k.name: k for k in keys(ExperimentConfig) if k.name not in ("expect", "figures")}
 
 
+@cache
 def _groups() -> list[str]:
     root = config_dir()
     return sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_dir() and any(p.glob("*.yaml")))
 
 
-def _compose(task: Sequence[str], parsed: Sequence[Override]) -> DictConfig:
+def _compose(task: Sequence[str]) -> DictConfig:
+    parsed = _parse(task)
     for override in parsed:
-        group, choice = override.key_or_group, override.value()
-        if group in _groups() and not override.is_sweep_override() and str(choice) not in options(group):
-            raise ConfigError(group, choice, " | ".join(options(group)))
+        group = override.key_or_group
+        if group in _groups() and not override.is_sweep_override() and str(override.value()) not in options(group):
+            raise ConfigError(group, override.value(), " | ".join(options(group)))
     try:
         return compose(ROOT_CONFIG, list(task), return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise _explain(error, parsed) from None
 
 
+class _Composer:
+    """Overrides -> one checked run, for thousands of runs.
+
+    Hydra composes what a choice of groups gives, once (a tenth of a second each); the values that follow are
+    then set on it, in order, as Hydra itself does.
+    """
+
+    def __init__(self) -> None:
+        self._composed: dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[DictConfig, list[str]]] = {}
+
+    def __call__(self, task: Sequence[str]) -> RunConfig:
+        parsed = _parse(task)
+        choices = tuple(t for t, o in zip(task, parsed, strict=True) if o.key_or_group in _groups())
+        values = [(t, o) for t, o in zip(task, parsed, strict=True) if o.key_or_group in _run_keys()]
+        key = choices, tuple(o.key_or_group for _, o in values)  # runs of one key set the same values
+        if key not in self._composed:
+            self._composed[key] = _structured(_compose(choices)), []
+        cfg, done = self._composed[key]
+        same = next((i for i, (t, _) in enumerate(values) if done[i : i + 1] != [t]), len(values))
+        del done[same:]
+        try:
+            for text, override in values[same:]:
+                OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
+                done.append(text)
+            return _finished(OmegaConf.to_object(cfg))
+        except OmegaConfBaseException as error:
+            raise _explain(error, parsed) from None
+
+
+@cache
+def _run_keys() -> set[str]:
+    return {k.name for k in keys()} - set(_groups())
+
+
+def _structured(cfg: DictConfig) -> DictConfig:
+    plain = OmegaConf.to_container(cfg, resolve=False)
+    assert isinstance(plain, dict)
+    names = {f.name for f in dataclasses.fields(RunConfig)}
+    merged = OmegaConf.merge(OmegaConf.structured(RunConfig), {k: v for k, v in plain.items() if k in names})
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
 def _explain(error: Exception, parsed: Sequence[Override]) -> UserError:
     """Hydra's error -> ours: which override is at fault, and what its key accepts."""
     text = f"{error} {error.__cause__ or ''}"
+    interpolated = next((o.input_line for o in parsed if "${" in (o.input_line or "")), None)
+    if isinstance(error, InterpolationResolutionError):  # one that leads nowhere
+        return UserError(f"{interpolated or 'a configuration file'}: {' '.join(str(error).split())}")
     found = re.search(r"full_key: (\S+)", text)
     name = found.group(1) if found else next((o.key_or_group for o in parsed if o.key_or_group in text), "")
     given = next((o.value() for o in reversed(parsed) if o.key_or_group == name), None)  # the last one counts
@@ -194,15 +294,8 @@ def _explain(error: Exception, parsed: Sequence[Override]) -> UserError:
     return UserError(" ".join(str(error).split()))
 
 
-def _typed(cfg: DictConfig, task: Sequence[str]) -> RunConfig:
-    plain = OmegaConf.to_container(cfg, resolve=False)
-    assert isinstance(plain, dict)
-    names = {k.name.split(".")[0] for k in keys()}
-    try:
-        typed = to_typed({k: v for k, v in plain.items() if k in names})
-    except OmegaConfBaseException as error:  # an interpolation that leads nowhere
-        given = next((text for text in task if "${" in text), "a configuration file")
-        raise UserError(f"{given}: {' '.join(str(error).split())}") from None
+def _finished(typed: Any) -> RunConfig:
+    assert isinstance(typed, RunConfig)
     check(typed)
     data, own = typed.data, DATA_SETS[typed.data.name]
     if data.name != "synthetic":  # one identity for a size that is given and one that is implied
@@ -212,20 +305,13 @@ def _typed(cfg: DictConfig, task: Sequence[str]) -> RunConfig:
     return typed
 
 
-def _experiment_axes(cfg: DictConfig, parsed: Sequence[Override]) -> list[str]:
-    params = OmegaConf.select(cfg, "hydra.sweeper.params") or {}
-    given = {o.key_or_group for o in parsed}
-    return [f"{k}={v}" for k, v in params.items() if k not in given]
-
-
 def _expand(overrides: Sequence[str]) -> Iterator[tuple[str, ...]]:
     axes = []
     for text in overrides:
-        override = OverridesParser.create().parse_override(text)
+        override = _parsed(text)
         if override.is_sweep_override():
             key = override.get_key_element()
             axes.append([f"{key}={value}" for value in override.sweep_string_iterator()])
         else:
             axes.append([text])
-    # an experiment's own choice must be composed before the axes that override it
     yield from itertools.product(*axes)

@@ -10,11 +10,12 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from omegaconf import II, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 SCHEMA_VERSION = 1
 # those of qkexp.probe.metrics
@@ -229,6 +230,9 @@ class TrainConfig:
     clip_norm: float | None = key(None, "Largest gradient norm; null = no clipping.", above=0.0)
     eval_every: int = key(0, "Validation every so many steps; 0 = at the end only.", identity=False, low=0)
     checkpoint_every: int = key(0, "Checkpoint every so many steps; 0 = at the end only.", identity=False, low=0)
+    timeout: float | None = key(
+        None, "Seconds after which a run that has not ended is killed, and has failed.", identity=False, above=0.0
+    )
 
 
 @dataclass
@@ -274,8 +278,40 @@ class RunConfig:
 
 
 @dataclass
+class BisectConfig:
+    low: float | None = key(None, "Lowest rate of the search; null: no search.", identity=False, above=0.0, below=3e38)
+    high: float | None = key(None, "Highest rate of the search.", identity=False, above=0.0, below=3e38)
+    factor: float = key(1.5, "Largest ratio of a bracket's two rates.", identity=False, above=1.0, below=3e38)
+
+
+@dataclass
+class LauncherConfig:
+    """Keys of the launchers, as ``hydra.launcher.KEY``; configs/hydra/launcher says which of them each one has."""
+
+    workers: int | None = key(None, "Runs at once.", identity=False, low=1)
+    threads: int | None = key(None, "CPU threads of a run.", identity=False, low=1)
+    gpus: float | None = key(
+        None, "Share of a GPU that a run takes, in (0, 1].", identity=False, above=0.0, below=1.001
+    )
+    timeout_min: int = key(240, "Time limit of a job in minutes.", identity=False, low=1)
+    partition: str | None = key(None, "Slurm's partition.", identity=False)
+    account: str | None = key(None, "Slurm's account.", identity=False)
+    qos: str | None = key(None, "Slurm's quality of service.", identity=False)
+    mem_gb: float | None = key(None, "Memory of a job in GB.", identity=False, above=0.0)
+    array_parallelism: int | None = key(None, "Jobs of an array at once.", identity=False, low=1)
+    additional_parameters: dict[str, Any] | None = key(None, "Other lines of sbatch.", identity=False)
+    setup: list[str] | None = key(None, "Shell lines before a job starts.", identity=False)
+    address: str | None = key(None, "Of an existing Ray cluster.", identity=False)
+
+
+@dataclass
 class ExperimentConfig(RunConfig):
-    """What an experiment file may say beyond a run: its claims and its figures."""
+    """What an experiment file may say beyond a run: more than one grid, a search, its claims and its figures."""
+
+    runs: Any = key(
+        None, "Grids beside one another: a list of {KEY: VALUES}, each crossed with the axes.", identity=False
+    )
+    bisect: BisectConfig = field(default_factory=BisectConfig)
 
     expect: Any = key(None, "Claims that `qkexp verify` checks.", identity=False)
     figures: Any = key(None, "Figures that `qkexp figures` draws; null = all that fit the runs.", identity=False)
@@ -291,17 +327,20 @@ class Key:
     meta: dict[str, Any]
 
 
-def keys(schema: type = RunConfig, prefix: str = "") -> Iterator[Key]:
+@cache
+def keys(schema: type = RunConfig, prefix: str = "") -> tuple[Key, ...]:
     """Every leaf key of the schema, depth first in the order of the file."""
+    found: list[Key] = []
     for f in dataclasses.fields(schema):
         name = prefix + f.name
         if f.default_factory is not dataclasses.MISSING and dataclasses.is_dataclass(f.default_factory):
-            yield from keys(f.default_factory, name + ".")
+            found += keys(f.default_factory, name + ".")
         else:
             default = f.default
             if f.default_factory is not dataclasses.MISSING:
                 default = f.default_factory()
-            yield Key(name, str(f.type), default, dict(f.metadata))
+            found.append(Key(name, str(f.type), default, dict(f.metadata)))
+    return tuple(found)
 
 
 def to_typed(config: Any) -> RunConfig:
@@ -335,11 +374,15 @@ def identity_keys(cfg: RunConfig) -> dict[str, Any]:
 
     ``data.root`` is one for ``imagefolder`` alone: there it says which images, elsewhere only where they lie.
     """
-    defaults = flatten(to_typed({"seed": cfg.seed}))
-    defaults["seed"] = 0
-    chosen = flatten(cfg)
+    defaults, chosen = _defaults(cfg.seed), flatten(cfg)
     names = [k.name for k in keys() if k.meta["identity"] or (k.name, cfg.data.name) == ("data.root", "imagefolder")]
     return {name: chosen[name] for name in names if chosen[name] != defaults[name]}
+
+
+@cache
+def _defaults(seed: int) -> dict[str, Any]:
+    """The schema's defaults, flat, with the seeds that follow the run's."""
+    return {**flatten(to_typed({"seed": seed})), "seed": 0}
 
 
 def identity(cfg: RunConfig) -> str:
@@ -382,10 +425,10 @@ def slug(text: str) -> str:
     return "".join(c if c.isalnum() or c in "-_" else {".": "p"}.get(c, "") for c in text.lower())
 
 
-def run_name(cfg: RunConfig) -> str:
-    """Directory name of a run: variant, rate, seed and the identity's first six digits."""
+def run_name(cfg: RunConfig, mark: str | None = None) -> str:
+    """Directory name of a run: variant, rate, seed and the first six digits of its identity (``mark``, if known)."""
     rate = f"{cfg.optim.lr:.0e}" if float(f"{cfg.optim.lr:.0e}") == cfg.optim.lr else f"{cfg.optim.lr:.3e}"
-    return f"{variant(cfg.attention)}-lr{slug(rate)}-seed{cfg.seed}-{identity(cfg)[:6]}"
+    return f"{variant(cfg.attention)}-lr{slug(rate)}-seed{cfg.seed}-{(mark or identity(cfg))[:6]}"
 
 
 # ---------------------------------------------------------------- checks
@@ -399,7 +442,7 @@ def check(cfg: RunConfig) -> None:
     """
     values = flatten(cfg)
     for k in keys():
-        _check_value(k, values[k.name])
+        check_value(k, values[k.name])
     _check_combinations(cfg)
 
 
@@ -426,7 +469,28 @@ def head_width(model: ModelConfig) -> int:
     return model.width // model.heads if model.width and model.heads else 64
 
 
-def _check_value(k: Key, value: Any) -> None:
+def check_launcher(values: dict[str, Any]) -> dict[str, Any]:
+    """Keys of a launcher, checked and of the right type.
+
+    Raises:
+        ConfigError: with the first that is not accepted.
+    """
+    typed = OmegaConf.structured(LauncherConfig)
+    for k in keys(LauncherConfig):
+        if k.name in values:
+            named = dataclasses.replace(k, name=f"hydra.launcher.{k.name}")
+            try:
+                typed[k.name] = values[k.name]
+            except OmegaConfBaseException:
+                raise ConfigError(named.name, values[k.name], accepted(k)) from None
+            check_value(named, typed[k.name])
+    found = OmegaConf.to_container(typed)
+    assert isinstance(found, dict)
+    return {str(name): found[name] for name in values if name in found}
+
+
+def check_value(k: Key, value: Any) -> None:
+    """Refuse a value that a key does not accept."""
     meta = k.meta
     if value is None:
         if "None" not in k.type and k.type != "Any":

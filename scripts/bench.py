@@ -22,6 +22,7 @@ from typing import Any
 
 import timm
 import torch
+from benchmarks.resuming import resume_figures
 from benchmarks.sections import probe_figures, rate_figures, step_figures, sweep_figures
 from benchmarks.timing import Figure
 from benchmarks.training import train_figures
@@ -45,8 +46,9 @@ MEANING = {
     "measured in the same round; the floor is the time that those FLOPs would take at that rate.",
     "train": "train: time of a step of the real loop with one thing changed / the plain one (pre-norm, BF16 autocast), "
     "without the probe; and the parts of a plain step as shares of it.",
-    "sweep": "sweep: wall time of a stored sweep / (the sum of its runs' steps, probes and evaluations / workers), and "
-    "what a run took beyond them.",
+    "sweep": "sweep: seconds from the command to the start of the last five runs of 1,000, the others done; wall time "
+    "of a stored sweep / (the sum of its runs' steps, probes and evaluations / workers), and what a run took beyond "
+    "them.",
 }
 
 
@@ -60,8 +62,9 @@ def measure(
             yield from of_sizes[section](names, effort, device)
         elif section == "train":
             yield from train_figures(effort, device)
-        elif sweep is not None:
-            yield from sweep_figures(sweep)
+        else:
+            yield from resume_figures(effort.quick)
+            yield from sweep_figures(sweep) if sweep is not None else ()
 
 
 def row(figure: Figure) -> tuple[str, ...]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from qkexp.config import keys
-from qkexp.record.load import Sweep
+from qkexp.record.load import Sweep, load_run
 from qkexp.train.outcome import ROSE, smooth
 
 MIN_SEEDS = 3
@@ -51,6 +53,13 @@ def stability(sweep: Sweep) -> pd.DataFrame:
     table["stable"] = pd.Series([v[0] for v in verdicts], dtype=object)
     table["reason"] = [v[1] for v in verdicts]
     return table.drop(columns="mixed")
+
+
+def verdicts(directory: Path, names: Sequence[str]) -> dict[tuple[str, float], bool | None]:
+    """:func:`stability` of some runs of a directory alone: (variant, rate) -> stable."""
+    runs = {name: load_run(directory / name) for name in names if (directory / name / "config.yaml").exists()}
+    table = stability(Sweep(directory, runs))
+    return {(r.variant, r.lr): r.stable for r in table.itertuples()}  # type: ignore[misc]
 
 
 def _varied(group: pd.DataFrame) -> list[str]:

@@ -18,6 +18,7 @@ import yaml
 from qkexp.config import RunConfig, UserError, flatten, identity, keys, to_typed, variant
 from qkexp.probe.frame import layer_values
 from qkexp.probe.metrics import BY_NAME, NAMES
+from qkexp.record.files import read_json
 from qkexp.record.run import SCALARS
 
 # the C loader is ten times as fast, which a sweep of a thousand runs feels
@@ -174,14 +175,6 @@ def load_sweep(directory: str | Path) -> Sweep:
     if not found:
         raise UserError(f"{path}: no runs here (a sweep directory holds one directory a run)")
     return Sweep(path, found)
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object, or None where the file is absent or torn."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def _summary(run: Run) -> dict[str, Any]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
-import socket
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +21,8 @@ import yaml
 
 from qkexp.config import RunConfig, as_dict
 from qkexp.probe.frame import Frame, columns
+from qkexp.record.files import write_json, write_text
+from qkexp.record.lock import Lock
 from qkexp.train.events import Event
 
 FLUSH_SECONDS = 2.0
@@ -49,15 +49,24 @@ class RunWriter:
         cfg: the resolved configuration.
         provenance: what is known of code, host and command line.
         keep: steps that an earlier attempt recorded and that stay; everything else of it is replaced.
+        lock: the directory's, where more than this process may know of it; nothing is written without it.
     """
 
-    def __init__(self, directory: Path, cfg: RunConfig, provenance: dict[str, Any], keep: int = 0):
-        self.directory, self.cfg, self.provenance = directory, cfg, provenance
+    def __init__(
+        self,
+        directory: Path,
+        cfg: RunConfig,
+        provenance: dict[str, Any],
+        keep: int = 0,
+        lock: Lock | None = None,
+    ):
+        self.directory, self.cfg, self.provenance, self.lock = directory, cfg, provenance, lock
         self._rows: list[dict[str, float]] = []
         self._frames: list[Frame] = []
         self._first_events: dict[str, int] = {}
         self._steps = keep
         self._start = self._flushed = time.monotonic()
+        self._flushed_steps = keep
         if keep:
             self._first_events = rewind(directory, keep)
         else:
@@ -94,14 +103,15 @@ class RunWriter:
 
     def flush(self) -> list[Frame]:
         """Write what is buffered as parts; returns the frames written, for the event detector."""
+        if self.lock is not None:
+            self.lock.beat()  # it is still ours
         frames, rows = self._frames, self._rows
         self._frames, self._rows = [], []
         if frames:  # first: a step that stands in scalars has its attention, whenever a kill comes
             self._part("attention", frames[0].step, attention_table(frames))
         if rows:
             self._part("scalars", rows[0]["step"], pa.Table.from_pylist(rows, schema=SCALARS))
-        self._flushed = time.monotonic()
-        self.heartbeat()
+        self.heartbeat()  # a step that the lock tells is on disk
         return frames
 
     def checkpoint(self, step: int, state: dict[str, Any]) -> None:
@@ -110,25 +120,24 @@ class RunWriter:
     # ------------------------------------------------ start and end
 
     def heartbeat(self) -> None:
-        """Tell other processes that this run is alive, and how far it is."""
-        state = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "time": time.time(),
-            "step": self._steps,
-            "steps": self.cfg.train.steps,
-        }
-        write_json(self.directory / "lock", state)
+        """Tell other processes that this run is alive, how far it is and how fast.
+
+        Raises:
+            LockLostError: another process has taken the run over.
+        """
+        now, steps = time.monotonic(), self._steps - self._flushed_steps
+        if self.lock is not None:
+            self.lock.beat(self._steps, (now - self._flushed) / steps if steps else None)
+        self._flushed, self._flushed_steps = now, self._steps
 
     def finish(self, outcome: dict[str, Any]) -> None:
-        """Merge the parts, write the outcome, release the lock. The outcome comes last: it says that all is there."""
+        """Merge the parts and write the outcome, which comes last: it says that all is there."""
         self.flush()
         for name in TABLES:
             merge(self.directory, name)
         shutil.rmtree(self.directory / "parts", ignore_errors=True)
         outcome["wall_seconds"] = time.monotonic() - self._start
         write_json(self.directory / "outcome.json", outcome)
-        (self.directory / "lock").unlink(missing_ok=True)
 
     def _part(self, name: str, step: float, table: pa.Table) -> None:
         write_table(self.directory / "parts" / f"{name}-{int(step):08d}.parquet", table)
@@ -137,11 +146,19 @@ class RunWriter:
 def clear(directory: Path) -> None:
     """Remove what an earlier attempt recorded; its log and W&B identity stay."""
     directory.mkdir(parents=True, exist_ok=True)
+    _tidy(directory)
     for name in ("parts", "checkpoints"):
         shutil.rmtree(directory / name, ignore_errors=True)
     for name in ("scalars.parquet", "attention.parquet", "events.jsonl", "outcome.json"):
         (directory / name).unlink(missing_ok=True)
     (directory / "events.jsonl").touch()
+
+
+def _tidy(directory: Path) -> None:
+    """Remove what a killed process had half written; the mirror's files are the mirror's."""
+    for part in directory.rglob(".*.part"):
+        if "mirror" not in part.name:
+            part.unlink(missing_ok=True)
 
 
 def rewind(directory: Path, keep: int) -> dict[str, int]:
@@ -152,6 +169,7 @@ def rewind(directory: Path, keep: int) -> dict[str, int]:
     """
     parts = directory / "parts"
     parts.mkdir(exist_ok=True)
+    _tidy(directory)
     for table in TABLES:
         whole, pieces = directory / f"{table}.parquet", sorted(parts.glob(f"{table}-*.parquet"))
         if whole.exists():
@@ -175,6 +193,24 @@ def rewind(directory: Path, keep: int) -> dict[str, int]:
     for event in events:
         first.setdefault(event["kind"], event["step"])
     return first
+
+
+def intact(directory: Path) -> int:
+    """Steps from the first on whose rows can be read: a run goes on from there at the latest, so none is lost."""
+    damaged, steps = [], set()
+    for table in TABLES:
+        whole = directory / f"{table}.parquet"
+        for path in [whole] if whole.exists() else sorted((directory / "parts").glob(f"{table}-*.parquet")):
+            try:
+                rows = pq.ParquetFile(path).read(["step"])
+            except (pa.ArrowException, OSError) as error:
+                log.warning("%s cannot be read (%s): its steps are trained again", path.name, type(error).__name__)
+                damaged.append(0 if path == whole else int(path.stem.rpartition("-")[2]))
+                path.unlink()
+            else:
+                steps |= set(rows["step"].to_pylist()) if table == "scalars" else set()
+    gap = next(step for step in range(len(steps) + 1) if step not in steps)
+    return min([gap, *damaged])
 
 
 def _before(path: Path, step: int) -> pa.Table:
@@ -205,15 +241,4 @@ def merge(directory: Path, name: str) -> None:
 def write_table(path: Path, table: pa.Table) -> None:
     part = path.with_name(f".{path.name}.part")
     pq.write_table(table, part, compression="zstd")
-    part.replace(path)
-
-
-def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=1, allow_nan=False, default=str) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file as a whole, so that no reader sees half of it."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(text)
     part.replace(path)

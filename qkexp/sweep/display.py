@@ -13,10 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from qkexp.sweep.plan import Planned
-from qkexp.sweep.status import FINISHED, STYLE, State, state_of
+from qkexp.sweep.status import ENDED, STYLE, State, duration, signature, state_of
 
 REFRESH_SECONDS = 1.0
-ENDED = (*FINISHED, "failed", "interrupted")
 
 
 class Display:
@@ -24,7 +23,7 @@ class Display:
 
     def __init__(self, console: Console, directory: Path, runs: Sequence[Planned]):
         self.console, self.directory, self.runs = console, directory, list(runs)
-        self.started = time.time()
+        self._before = {run.name: signature(directory / run.name) for run in self.runs}
         self._looked = 0.0
         self._told: set[str] = set()
         self._states = {run.name: State(run.name, "missing", 0, run.steps) for run in self.runs}
@@ -60,8 +59,7 @@ class Display:
 
     def _state(self, run: Planned) -> State:
         directory = self.directory / run.name
-        outcome = directory / "outcome.json"
-        if outcome.exists() and outcome.stat().st_mtime < self.started:
+        if self._before[run.name] == signature(directory) != (0, 0):
             return State(run.name, "missing", 0, run.steps)  # of an attempt before this launch
         return state_of(directory, run.steps)
 
@@ -70,14 +68,16 @@ class Display:
             if s.name not in self._told:
                 self._told.add(s.name)
                 took = "" if s.seconds is None else f" in {s.seconds:.1f} s"
-                self.console.print(f"[{len(self._told)}/{len(self.runs)}] {s.name}: {s.status}{took}, {s.reason}")
+                line = f"[{len(self._told)}/{len(self.runs)}] {s.name}: {s.status}{took}, {s.reason}"
+                self.console.print(line, markup=False)  # reasons hold brackets of their own
 
 
 def _alive(states: Sequence[State]) -> Table:
     table = Table.grid(padding=(0, 2))
     for s in states:
         if s.status == "running":
-            table.add_row(f"  {s.name}", f"[{STYLE['running']}]{s.step}/{s.steps}[/]")
+            left = "" if s.left is None else f"{duration(s.left)} left"
+            table.add_row(f"  {s.name}", f"[{STYLE['running']}]{s.step}/{s.steps}[/]", left)
     return table
 
 

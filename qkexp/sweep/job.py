@@ -5,27 +5,27 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import json
+import faulthandler
 import logging
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from qkexp.config import ConfigError, RunConfig, UserError, to_typed
-from qkexp.record.load import read_json
-from qkexp.record.run import RunWriter, write_json
-from qkexp.sweep.status import FINISHED, alive
+from qkexp.record.files import read_json, write_json
+from qkexp.record.lock import Lock, LockLostError, take
+from qkexp.record.run import RunWriter, intact
+from qkexp.sweep.status import FINISHED
 from qkexp.train import checkpoint
 from qkexp.train import data as datasets
 from qkexp.train.events import Event
@@ -36,34 +36,43 @@ log = logging.getLogger("qkexp")
 DONE, CRASHED, WRONG_INPUT, BUSY, INTERRUPTED = 0, 1, 2, 74, 75
 
 
-def run_frozen(config: dict[str, Any], directory: str, threads: int, provenance: dict[str, Any], again: bool) -> None:
+def run_frozen(
+    config: dict[str, Any], directory: str, threads: int, gpu: int | None, provenance: dict[str, Any], again: bool
+) -> None:
     """A worker's entry: train a frozen configuration into a directory and exit with a code."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("a") as file:  # also what C libraries print when they die
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.enable()  # where it was, when it dies of a signal
+    faulthandler.register(signal.SIGQUIT)  # and when the launcher asks, before it ends a run that hangs
+    _die_first()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which asks us to stop
     _stop_with_parent()
     torch.set_num_threads(threads)
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
     sys.exit(execute(to_typed(config), folder, provenance, again=again))
 
 
 def execute(cfg: RunConfig, directory: Path, provenance: dict[str, Any], *, again: bool = False) -> int:
     """Train a configuration into a directory. Returns DONE, CRASHED, BUSY or INTERRUPTED."""
     directory.mkdir(parents=True, exist_ok=True)
-    if not _acquire(directory, cfg.train.steps):
+    lock = take(directory, cfg.train.steps)
+    if lock is None:
         return BUSY
     try:
         outcome = read_json(directory / "outcome.json")
         if outcome and outcome.get("status") in FINISHED and not again:
             return DONE  # another launcher was faster
-        return _train(cfg, directory, provenance, again=again)
+        (directory / "outcome.json").unlink(missing_ok=True)  # of an earlier attempt: whatever comes, it is not ours
+        return _train(cfg, directory, provenance, lock, again=again)
     finally:
-        (directory / "lock").unlink(missing_ok=True)
+        lock.release()
 
 
-def _train(cfg: RunConfig, directory: Path, provenance: dict[str, Any], *, again: bool) -> int:
+def _train(cfg: RunConfig, directory: Path, provenance: dict[str, Any], lock: Lock, *, again: bool) -> int:
     prepare_cpu()
     handler = logging.FileHandler(directory / "log.txt")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -74,7 +83,7 @@ def _train(cfg: RunConfig, directory: Path, provenance: dict[str, Any], *, again
         resolve(cfg)
         facts = {**provenance, "device": _device_name(cfg.device), "threads": torch.get_num_threads()}
         resume = None if again else _resume(cfg, directory)
-        record = RunWriter(directory, cfg, facts, keep=resume["step"] if resume else 0)
+        record = RunWriter(directory, cfg, facts, keep=resume["step"] if resume else 0, lock=lock)
         if resume:
             record.event(Event(resume["step"], "resumed"))
         log.info("training %s from step %d", directory.name, resume["step"] if resume else 0)
@@ -83,17 +92,20 @@ def _train(cfg: RunConfig, directory: Path, provenance: dict[str, Any], *, again
         record.finish(outcome)
         log.info("%s after %d steps: %s", outcome["status"], outcome["step"], outcome["reason"])
         return INTERRUPTED if outcome["status"] == "interrupted" else DONE
+    except LockLostError as error:
+        log.error("stopped: %s", error)
+        return BUSY
     except UserError as error:
-        fail(directory, str(error), cfg.train.steps, time.monotonic() - start)
+        fail(directory, str(error), lock.state, time.monotonic() - start)
         log.error("%s", error)
         return CRASHED
     except BaseException as error:
         if _is_disk_full(error):
-            return _disk_full(cfg, directory)
+            return _disk_full(directory, lock)
         log.error("crashed\n%s", traceback.format_exc())
         code = error.code if isinstance(error, SystemExit) else None
         what = f"called sys.exit({code})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
-        fail(directory, what, cfg.train.steps, time.monotonic() - start)
+        fail(directory, what, lock.state, time.monotonic() - start)
         return CRASHED
     finally:
         log.removeHandler(handler)
@@ -109,14 +121,14 @@ def _is_disk_full(error: BaseException | None) -> bool:
     return False
 
 
-def _disk_full(cfg: RunConfig, directory: Path) -> int:
+def _disk_full(directory: Path, lock: Lock) -> int:
     """What is on disk stays readable: files are replaced whole, and what was half written goes."""
     for part in directory.rglob(".*.part"):
         part.unlink(missing_ok=True)
     reason = f"no space left on the device of {directory}: free some, and the same command goes on"
     with contextlib.suppress(OSError):
         log.error("%s", reason)
-        fail(directory, reason, cfg.train.steps)
+        fail(directory, reason, lock.state)
     return CRASHED
 
 
@@ -126,16 +138,16 @@ def _resume(cfg: RunConfig, directory: Path) -> dict[str, Any] | None:
     Raises:
         UserError: it was made for another number of steps, and so for another schedule.
     """
-    state = checkpoint.latest(directory / "checkpoints")
+    folder = directory / "checkpoints"
+    state = checkpoint.latest(folder, at_most=intact(directory)) if checkpoint.steps(folder) else None
     if state is not None and state["steps"] != cfg.train.steps:
         raise ConfigError("train.steps", cfg.train.steps, f"{state['steps']}, with which {directory} was begun")
     return state
 
 
-def fail(directory: Path, reason: str, steps: int, seconds: float | None = None) -> None:
-    """Record that a run failed; its tables stay as parts, which readers load."""
-    lock = read_json(directory / "lock") or {}
-    outcome = {"status": "failed", "reason": reason, "step": lock.get("step", 0), "steps": steps}
+def fail(directory: Path, reason: str, lock: Mapping[str, Any], seconds: float | None = None) -> None:
+    """Record that a run failed, at the step that its lock tells; its tables stay as parts, which readers load."""
+    outcome = {"status": "failed", "reason": reason, "step": lock.get("step", 0), "steps": lock.get("steps", 0)}
     write_json(directory / "outcome.json", {**outcome, "final": {}, "best": {}, "wall_seconds": seconds})
 
 
@@ -161,21 +173,10 @@ def keep_heap() -> None:
         mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
 
 
-def _acquire(directory: Path, steps: int) -> bool:
-    """Take the run's lock; a lock whose holder is dead is taken over."""
-    path = directory / "lock"
-    state = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "step": 0, "steps": steps}
-    for _ in range(2):
-        try:
-            with path.open("x") as file:
-                file.write(json.dumps(state))
-            return True
-        except FileExistsError:
-            held = read_json(path)
-            if held is not None and alive(held):
-                return False
-            path.unlink(missing_ok=True)
-    return False
+def _die_first() -> None:
+    """When memory runs out, the system is to end this run and not its launcher (Linux)."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("500")
 
 
 @contextlib.contextmanager

@@ -29,12 +29,13 @@ def load(path: Path) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def latest(folder: Path) -> dict[str, Any] | None:
+def latest(folder: Path, at_most: int | None = None) -> dict[str, Any] | None:
     """The newest checkpoint that can be read and whose weights are finite; None where there is none.
 
-    One that is torn or corrupt is said and passed over for the one before.
+    One that is torn or corrupt is said and passed over for the one before; one of more than ``at_most`` steps
+    is passed over too.
     """
-    for step in reversed(steps(folder)):
+    for step in reversed([s for s in steps(folder) if at_most is None or s <= at_most]):
         path = folder / name(step)
         try:
             state = load(path)

@@ -113,4 +113,4 @@ def sweep_figures(directory: Path) -> Iterator[Figure]:
     if timing and own and set(timing["trained"]) >= set(sweep.all) == set(own):
         ideal = sum(own.values()) / timing["workers"]
         detail = {"seconds": [timing["wall_seconds"], ideal], "workers": timing["workers"], "runs": len(own)}
-        yield Figure("sweep", "wall time / ideal", timing["wall_seconds"] / ideal, "x", 1.2, "below", detail)
+        yield Figure("sweep", "wall time / ideal", timing["wall_seconds"] / ideal, "x", 1.15, "below", detail)

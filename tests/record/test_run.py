@@ -18,7 +18,7 @@ from qkexp.compose import compose_sweep
 from qkexp.config import UserError
 from qkexp.probe.frame import Frame, Group
 from qkexp.probe.metrics import NAMES, names
-from qkexp.record.run import SCALARS, RunWriter
+from qkexp.record.run import SCALARS, RunWriter, intact
 from qkexp.train.events import Event
 
 
@@ -209,3 +209,30 @@ def test_directory_without_a_run_is_refused_with_its_name(tmp_path: Path) -> Non
         load_run(tmp_path)
     with pytest.raises(UserError, match="no runs here"):
         load_sweep(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("table", "part", "left"), [("scalars", 1, 3), ("attention", 1, 3), ("attention", 0, 0), ("scalars", 0, 0)]
+)
+def test_a_damaged_part_says_from_where_on_to_train_again(tmp_path: Path, table: str, part: int, left: int) -> None:
+    """A run resumes from a checkpoint at or before that step, so the rows of the part come back."""
+    record = writer(tmp_path / "run")
+    for steps in (range(3), range(3, 6)):
+        fill(record, steps)
+        record.flush()
+    assert intact(tmp_path / "run") == 6
+    damaged = sorted((tmp_path / "run" / "parts").glob(f"{table}-*"))[part]
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    assert intact(tmp_path / "run") == left
+    assert not damaged.exists(), "nobody trips over it again"
+
+
+def test_whole_tables_count_and_not_the_parts_that_a_kill_left_beside_them(tmp_path: Path) -> None:
+    record = writer(tmp_path / "run")
+    fill(record, range(6))
+    record.finish(dict(OUTCOME))
+    (tmp_path / "run" / "parts").mkdir()
+    (tmp_path / "run" / "parts" / "scalars-00000000.parquet").write_text("torn")
+    assert intact(tmp_path / "run") == 6
+    (tmp_path / "run" / "attention.parquet").write_text("torn")
+    assert intact(tmp_path / "run") == 0

@@ -128,6 +128,7 @@ def test_a_checkpoint_with_weights_that_are_not_finite_is_never_resumed_from(tmp
     state = checkpoint.latest(tmp_path)
     assert state is not None
     assert state["step"] == 1
+    assert checkpoint.latest(tmp_path, at_most=0) is None, "rows of its steps are not there"
 
 
 def test_another_length_of_the_schedule_is_refused_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
