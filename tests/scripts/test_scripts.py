@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 VARIANTS = {p.stem for p in (SCRIPTS.parent / "configs" / "attention").glob("*.yaml")}
@@ -61,6 +62,35 @@ def test_bench_of_training_tells_shares_of_a_step_that_add_up(tmp_path: Path) ->
     assert figures["micro accumulate=4 / 4 plain steps"] == pytest.approx(1.0, abs=0.6)
 
 
+def test_bench_of_variants_compares_each_preset_with_none(tmp_path: Path) -> None:
+    done = run("bench.py", "variants", "--quick", "--sizes", "micro", "--json", "b.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    figures = {f["name"]: f["value"] for f in written(tmp_path / "b.json")["figures"]}
+    assert len(figures) == 6
+    for preset in ("chameleon", "command_r_plus"):
+        assert figures[f"micro {preset}: step"] > 0
+        assert 0 < figures[f"micro {preset}: further FLOPs"] < 0.1
+        assert 1 < figures[f"micro {preset}: kept for backward"] < 2
+
+
+def test_bench_counts_products_exactly_and_every_other_operation_by_element(bench: Any) -> None:
+    variants = importlib.import_module("benchmarks.variants")
+    x, w = torch.ones(5, 7, requires_grad=True), torch.ones(7, 3, requires_grad=True)
+    with variants.Operations() as counted:
+        y = (x.t().t() @ w).tanh()
+    assert counted.flops == 2 * 5 * 7 * 3 + 5 * 3
+    with counted:
+        y.backward(torch.ones(5, 3))
+    assert counted.flops == 3 * 2 * 5 * 7 * 3 + 5 * 3 + 5 * 3
+
+
+def test_bench_names_presets_that_set_the_same_as_one(bench: Any) -> None:
+    variants = importlib.import_module("benchmarks.variants")
+    labels = list(variants.presets(variants.SIZES["micro"], "cpu"))
+    assert "qwen3 = rmsnorm = sd3 = vit22b_rms" in labels
+    assert {name for label in labels for name in label.split(" = ")} == VARIANTS - {"none"}
+
+
 def store_run(directory: Path, own: float, wall: float) -> None:
     """A finished run of two steps that took ``own`` seconds in them and ``wall`` in all."""
     directory.mkdir(parents=True)
@@ -100,7 +130,7 @@ def test_bench_refuses_an_unknown_section(
     monkeypatch.setattr(sys, "argv", ["bench.py", "stpe"])
     with pytest.raises(SystemExit, match="2"):
         bench.main()
-    assert "accepted: step, probe, rate, train, sweep" in capsys.readouterr().err
+    assert "accepted: step, probe, rate, train, variants, sweep" in capsys.readouterr().err
 
 
 def test_gpu_check_covers_every_variant(tmp_path: Path) -> None:
@@ -108,7 +138,7 @@ def test_gpu_check_covers_every_variant(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     content = written(tmp_path / "g.json")
     assert content["ok"] is True
-    assert len(VARIANTS) == 8
+    assert len(VARIANTS) == 21
     for precision in ("fp32", "bf16"):
         checked = {c["variant"] for c in content["checks"] if c["precision"] == precision}
         assert checked >= VARIANTS

@@ -44,7 +44,7 @@ class QkexpAdapter:
                 lq, lk = lengths.pop("q", None), lengths.pop("k", None)
                 capture = Capture(listener.take(q), listener.take(k), lq, lk, scale, module.core.spec)
                 if not torch.compiler.is_compiling() and listener.checking:
-                    capture.v = listener.take(v)
+                    capture.v, capture.dropout = listener.take(v), module.core.drops
                     _once(core, lambda y: setattr(capture, "output", listener.take(y)))
                 sink(capture)
 
