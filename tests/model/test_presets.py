@@ -65,8 +65,7 @@ def test_scaling_one_head_by_100_reaches_the_others_only_where_one_statistic_ser
 
 
 @pytest.mark.parametrize("rope", ["none", "axial"])
-@settings(max_examples=10, deadline=None)
-@given(factor=st.floats(1.0, 1e4))
+@pytest.mark.parametrize("factor", [0.3, 7.0, 1e4])
 def test_scaling_w_q_changes_nothing_under_any_norm(make_config, normed, rope, factor):
     attn = module(make_config, f"attention={normed}", rotary=rope == "axial")
     q, k = 10 * rand(B, N, H, D), 10 * rand(B, N, H, D, seed=1)
