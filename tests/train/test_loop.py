@@ -251,7 +251,7 @@ def test_an_evaluation_that_is_not_finite_is_no_best() -> None:
 
 @pytest.mark.parametrize(("precision", "rope"), [("fp32", "axial"), ("bf16", "none")])
 def test_every_preset_trains(variant: str, precision: str, rope: str) -> None:
-    keys = (f"attention={variant}", f"precision={precision}", f"model.rope={rope}")
+    keys = (f"attention={variant}", "attention.init=match", f"precision={precision}", f"model.rope={rope}")
     memory, outcome = run(*keys, "train.steps=20", "optim.lr=3e-3", "probe.every=19")
     assert outcome["step"] == 20
     losses = [row["loss"] for row in memory.rows]
