@@ -203,7 +203,7 @@ def _ready(plan: Plan, todo: Sequence[Planned], *, alone: bool) -> LocalLauncher
 
     for run in todo:
         check_machine(run.config)
-    for config in {str((r.config.model, r.config.data)): r.config for r in todo}.values():
+    for config in {str((r.config.model, r.config.data, r.config.attention)): r.config for r in todo}.values():
         check_sizes(config)
     settings = dict(plan.sweep.launcher)
     if alone:

@@ -533,8 +533,6 @@ def _check_scale(a: AttentionConfig) -> None:
                 getattr(a, name),
                 f"{'null' if neutral is None else 'false'} while attention.scale={a.scale} (nothing is learned)",
             )
-    if a.scale_max is not None and a.scale_init is not None and a.scale_init > a.scale_max:
-        raise ConfigError("attention.scale_init", a.scale_init, f"at most attention.scale_max={a.scale_max:g}")
     if a.norm == "l2" and a.gain == "none" and a.scale == "inv_sqrt_d":
         accepted_scales = " | ".join(("one", "fixed", *LEARNED_SCALES))
         raise ConfigError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qkexp.config import AttentionConfig
+from qkexp.config import AttentionConfig, ConfigError
 from qkexp.model.core import AttentionCore, Scale
 from qkexp.model.qk_norm import QKNorm
 
@@ -110,6 +110,8 @@ class Attention(nn.Module):
             start = 1.0 / math.log(tokens) if ssmax else default_scale(tokens)
         if cfg.scale == "fixed":
             return start, None
+        if cfg.scale_max is not None and start > cfg.scale_max:
+            raise ConfigError("attention.scale_max", cfg.scale_max, f"at least the scale's start, {start:g}")
         # never 0-dimensional: sharding refuses that
         count = 1 if cfg.scale == "learned" else self.heads
         learned = nn.Parameter(torch.full((count,), math.log(start) if cfg.scale_log else start))

@@ -17,7 +17,7 @@ from qkexp.model.attention import Attention
 from qkexp.model.core import AttentionCore, choose_backend
 from qkexp.model.qk_norm import QKNorm
 from qkexp.model.rotary import AxialRotary
-from qkexp.model.vit import attention_layers
+from qkexp.model.vit import attention_layers, check_sizes
 from qkexp.probe.stats import attention_stats
 from qkexp.train.optim import decays
 
@@ -248,7 +248,6 @@ def test_ssmax_starts_as_plain_attention_and_grows_with_log_n(make_config):
         (("attention.norm=l2",), "attention.scale"),
         (("attention.scale_log=true",), "attention.scale_log"),
         (("attention.scale=fixed", "attention.scale_max=10"), "attention.scale_max"),
-        (("attention=l2", "attention.scale_init=20", "attention.scale_max=10"), "attention.scale_init"),
         (("attention=l2", "attention.scale_max=0"), "attention.scale_max"),
         (("attention.dropout=1",), "attention.dropout"),
         (("attention.dropout=-0.1",), "attention.dropout"),
@@ -262,6 +261,13 @@ def test_combinations_without_meaning_are_refused_by_key(make_config, overrides,
     with pytest.raises(ConfigError) as error:
         make_config(*overrides)
     assert error.value.key == key
+
+
+@pytest.mark.parametrize("start", [(), ("attention.scale_init=7",)], ids=["null", "given"])
+def test_a_learned_scale_that_would_start_above_its_bound_is_refused_before_a_run(make_config, start):
+    cfg = make_config("attention=l2", "attention.scale_max=6", *start)  # log2(17² - 17) is 8.1
+    with pytest.raises(ConfigError, match=r"attention\.scale_max: 6.0 .*start, [78]"):
+        check_sizes(cfg)
 
 
 def test_cosines_over_sqrt_d_are_refused_because_they_stay_uniform():
