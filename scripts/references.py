@@ -98,7 +98,7 @@ def _complex_rotation(modeling: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
 # ---------------------------------------------------------------- timm
 
 
-def timm(norm: str, norm_layer: Callable[..., nn.Module]) -> Reference:
+def timm(norm: str, norm_layer: Any) -> Reference:
     def make() -> Theirs:
         module = TimmAttention(DIM, HEADS, qkv_bias=True, qk_norm=True, norm_layer=norm_layer)
         return Theirs(module, module)
@@ -109,7 +109,7 @@ def timm(norm: str, norm_layer: Callable[..., nn.Module]) -> Reference:
 def swin() -> Theirs:
     """Position bias constant, which softmax ignores; Swin's k has no bias."""
     side = int(TOKENS**0.5)
-    module = WindowAttention(DIM, (side, side), HEADS)
+    module: Any = WindowAttention(DIM, (side, side), HEADS)
     nn.init.zeros_(module.cpb_mlp[2].weight)
     return Theirs(module, module, {"qkv.bias": ("q_bias", "", "v_bias")})
 
@@ -169,6 +169,7 @@ class Turn(nn.Module):
         return self.turn(x)
 
 
+@functools.cache
 def attention_of(preset: str) -> AttentionConfig:
     """The checked keys of a preset, on the kernel of the CPU."""
     cfg = compose_sweep([f"attention={preset}", "attention.backend=explicit"], single=True).runs[0][1]
@@ -182,8 +183,8 @@ def ours_beside(preset: str, theirs: Theirs) -> Attention:
     ours = Attention(DIM, HEADS, TOKENS, attention_of(preset), rotary=turn, qkv_bias=True)
     with torch.no_grad():
         for parameter in ours.parameters():
-            parameter += 0.2 * torch.randn_like(parameter)
-        ours.qkv.weight[: 2 * DIM] *= FAR_ABOVE.get(preset, 1.0)
+            parameter.add_(0.2 * torch.randn_like(parameter))
+        ours.get_parameter("qkv.weight")[: 2 * DIM].mul_(FAR_ABOVE.get(preset, 1.0))
         given = dict(theirs.module.named_parameters())
         for name, piece in _pieces(ours, theirs.names, lambda p: p):
             given[name].copy_(piece.view_as(given[name])) if name else piece.zero_()
@@ -208,10 +209,10 @@ def largest_difference(preset: str) -> dict[str, float]:
         results.append((output.detach(), given.grad))
     (output, grad), (their_output, their_grad) = results
     gradients = [_distance(grad, their_grad)]
-    parameters = dict(theirs.module.named_parameters())
+    grads: dict[str, Any] = {name: parameter.grad for name, parameter in theirs.module.named_parameters()}
     for name, piece in _pieces(ours, theirs.names, lambda p: p.grad):
         if name:
-            gradients.append(_distance(piece, parameters[name].grad.view_as(piece)))
+            gradients.append(_distance(piece, grads[name].view_as(piece)))
     return {"output": _distance(output, their_output), "gradient": max(gradients)}
 
 

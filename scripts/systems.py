@@ -1,4 +1,4 @@
-"""The generated tables of docs/systems.md: what each published preset is, promises, costs nothing of, and equals.
+"""The generated tables of docs/systems.md: what each published preset is, promises and equals.
 
     python scripts/systems.py            # rewrites the tables in place (half a minute)
     python scripts/systems.py --check    # exit 1 where they differ, measured ones left out
@@ -9,6 +9,7 @@ implementations and the entropy of the first step are measured.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +107,7 @@ def formula(a: AttentionConfig) -> str:
         return f"c = {a.softcap:g} tanh(z / {a.softcap:g})" if a.softcap else "q̂ = q"
     x = "(q − mean q)" if a.center else "q"
     below = "RMS(q)" if a.norm == "rms" else "‖q‖₂"
-    below = below.replace("q", x) if a.center else below
+    below = "RMS(q − mean q)" if a.center else below
     gain = {"none": "", "shared": " · γ", "per_head": " · γ_h"}[a.gain]
     gain = gain.replace("γ", "(1 + w)") if a.gain_offset else gain
     bias = " + β" + ("_h" if a.gain == "per_head" else "") if a.bias else ""
@@ -140,10 +141,14 @@ def keys_table() -> str:
     return generated.markdown(titles, rows)
 
 
+@functools.cache
+def identities() -> dict[str, str]:
+    return {name: identity(config(f"attention={name}")) for name in options("attention")}
+
+
 def same_as(name: str) -> str:
     """Other presets that set the same keys: the same run."""
-    mine = identity(config(f"attention={name}"))
-    others = [o for o in options("attention") if o != name and identity(config(f"attention={o}")) == mine]
+    others = [o for o, other in identities().items() if o != name and other == identities()[name]]
     return ", ".join(f"`{o}`" for o in others) or "-"
 
 

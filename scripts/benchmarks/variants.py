@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -63,14 +64,14 @@ def work(model: nn.Module, cfg: RunConfig) -> tuple[int, int]:
     """FLOPs of forward and backward, and bytes that forward keeps for backward beside the parameters."""
     images, labels = one_batch(cfg)
     model.train()
-    with Operations() as counted, Kept(model) as kept:
+    with Operations() as counted, keeping(model) as kept:
         with autocast(cfg.precision, cfg.device):
             logits = model(images)
         loss = F.cross_entropy(logits.float(), labels)
     with counted:
         loss.backward()
     model.zero_grad(set_to_none=True)
-    return counted.flops, kept.bytes
+    return counted.flops, sum(kept.values())
 
 
 class Operations(TorchDispatchMode):
@@ -95,27 +96,17 @@ class Operations(TorchDispatchMode):
         return out
 
 
-class Kept(saved_tensors_hooks):
-    """Bytes of the tensors that autograd keeps, each memory once, without those of the parameters."""
+@contextmanager
+def keeping(model: nn.Module) -> Iterator[dict[int, int]]:
+    """Bytes of the memories that autograd keeps, by address, without those of the parameters."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, int] = {}
 
-    def __init__(self, model: nn.Module):
-        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        found: dict[int, int] = {}
-        self.found = found
+    def pack(x: Tensor) -> Tensor:
+        memory = x.untyped_storage()
+        if memory.data_ptr() not in own:
+            found[memory.data_ptr()] = memory.nbytes()
+        return x
 
-        def pack(x: Tensor) -> Tensor:
-            memory = x.untyped_storage()
-            if memory.data_ptr() not in own:
-                found[memory.data_ptr()] = memory.nbytes()
-            return x
-
-        keep: Callable[[Tensor], Tensor] = lambda x: x  # noqa: E731
-        super().__init__(pack, keep)
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.found.values())
-
-    def __enter__(self) -> Kept:
-        super().__enter__()
-        return self
+    with saved_tensors_hooks(pack, lambda x: x):
+        yield found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -59,10 +60,8 @@ def test_a_preset_computes_what_the_real_implementation_computes(preset, record_
 )
 def test_the_comparison_notices_every_switch(preset, change, monkeypatch):
     """A proof that would pass with the wrong formula proves nothing."""
-    right = references.attention_of(preset)
-    for key, value in change.items():
-        setattr(right, key, value)
-    monkeypatch.setattr(references, "attention_of", lambda _: right)
+    wrong = dataclasses.replace(references.attention_of(preset), **change)
+    monkeypatch.setattr(references, "attention_of", lambda _: wrong)
     try:
         found = max(references.largest_difference(preset).values())
     except (RuntimeError, KeyError):  # parameters of other shapes or names
