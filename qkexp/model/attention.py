@@ -120,9 +120,9 @@ class Attention(nn.Module):
     @property
     def scale(self) -> Scale:
         """The factor on q̂·k̂: a float, or a learned tensor (1,) or (H,)."""
-        s = self.logit_scale
-        if s is None:
+        if self.logit_scale is None:
             return self.fixed_scale
+        s: Tensor = self.logit_scale
         if self.scale_max is not None:  # before exp, which would overflow and make its gradient NaN
             s = s.clamp(max=math.log(self.scale_max) if self.scale_log else self.scale_max)
         if self.scale_log:

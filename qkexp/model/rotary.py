@@ -31,6 +31,9 @@ class AxialRotary(nn.Module):
         ConfigError: d is no multiple of 4.
     """
 
+    sin: Tensor
+    cos: Tensor
+
     def __init__(self, head_dim: int, grid: Sequence[int], prefix: int):
         super().__init__()
         if head_dim % 4:

@@ -155,3 +155,28 @@ def test_the_tables_of_docs_training_are_what_this_code_does(monkeypatch: pytest
     peaks = [line.split("|")[2].strip() for line in tables.schedule_table().splitlines()[2:]]
     assert set(peaks) == {"0.003"}
     assert len(peaks) == 5
+
+
+def test_the_tables_of_docs_systems_are_what_the_presets_set() -> None:
+    systems = importlib.import_module("systems")
+    generated = importlib.import_module("generated")
+    text = systems.DOCUMENT.read_text()
+    assert generated.regenerated(text, systems.TABLES) == text, "run python scripts/systems.py"
+    assert set(systems.SYSTEMS) == set(systems.REFERENCES)
+    proof = text.partition("<!-- generated: proof -->")[2].partition("<!-- end -->")[0]
+    differences = {row[1].strip(" `"): row[4:6] for row in (line.split("|") for line in proof.splitlines()[3:] if line)}
+    assert set(differences) == set(systems.SYSTEMS)
+    assert max(float(cell) for row in differences.values() for cell in row) <= 1e-5
+
+
+@pytest.mark.parametrize(("bound", "keys", "floor"), [(4.0, 17, 0.048), (11.31, 257, 9e-7), (0.0, 17, math.log(17))])
+def test_the_floor_of_entropy_is_attained_by_one_score_above_all_others(bound: float, keys: int, floor: float) -> None:
+    systems = importlib.import_module("systems")
+    assert systems.entropy_floor(bound, keys) == pytest.approx(floor, rel=0.05)
+    scores = torch.full((keys,), -bound, dtype=torch.float64)
+    scores[3] = bound
+    p = scores.softmax(0)
+    assert -(p * p.log()).sum().item() == pytest.approx(systems.entropy_floor(bound, keys), rel=1e-6)
+    random = bound * (2 * torch.rand(1000, keys, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) - 1)
+    p = torch.cat((random, bound * random.sign())).softmax(-1)
+    assert (-(p * p.log()).sum(-1)).min() >= systems.entropy_floor(bound, keys) - 1e-12
