@@ -306,7 +306,7 @@ def _ready(plan: Plan, todo: Sequence[Planned], *, alone: bool) -> Launcher:
             check_machine(run.config)
         for text in {w: None for run in todo for w in warnings(run.config)}:
             err.print(text, markup=False, soft_wrap=True)
-    for config in {str((r.config.model, r.config.data)): r.config for r in todo}.values():
+    for config in {str((r.config.model, r.config.data, r.config.attention)): r.config for r in todo}.values():
         check_sizes(config)
     needs: dict[tuple[Any, ...], RunConfig] = {}  # of each data set the run with the largest batch
     for config in sorted((run.config for run in todo), key=lambda c: c.train.batch_size):

@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 SCHEMA_VERSION = 1
 # those of qkexp.probe.metrics
 PROBE_GROUPS = ("sink", "bound", "spectral", "activations", "gradients", "update", "gains", "adam")
+LEARNED_SCALES = ("learned", "learned_per_head", "ssmax")
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,12 @@ class ModelConfig:
         choices=("pre", "post", "res_post", "none", "parallel"),
     )
     registers: int | None = key(None, "Register tokens; null keeps timm's.", low=0)
+    rope: str = key(
+        "none",
+        "Rotation of q and k. axial: half of a head's channels by the patch's column, half by its row; class and "
+        "register tokens do not turn, and the position embedding stays.",
+        choices=("none", "axial"),
+    )
     pool: str | None = key(
         None,
         "What the head reads: a class token, the mean of the patches, or attention pooling (MAP); null keeps timm's.",
@@ -117,16 +124,37 @@ class AttentionConfig:
     bias: bool = key(False, "Learned bias after the gain.")
     eps: float = key(1e-6, "Added to the mean square before the root, the same in every norm.", above=0.0)
     norm_dtype: str = key("fp32", "Arithmetic of the norm; the result is cast back.", choices=("fp32", "compute"))
+    rope_order: str = key(
+        "norm_first",
+        "Norm before or after the rotation; inert without model.rope, and under an RMS or L2 norm without gain.",
+        choices=("norm_first", "rope_first"),
+    )
     scale: str = key(
         "inv_sqrt_d",
-        "Factor on the dot product.",
-        choices=("inv_sqrt_d", "one", "fixed", "learned", "learned_per_head"),
+        "Factor on the dot product. learned: s, one a layer. learned_per_head: s, one a head. ssmax: s ln N / sqrt(d), "
+        "s one a head.",
+        choices=("inv_sqrt_d", "one", "fixed", *LEARNED_SCALES),
     )
     scale_init: float | None = key(
-        None, "The fixed value, or a learned scale's start; null = log2(N^2 - N).", above=0.0, below=3e38
+        None,
+        "The fixed value, or the start of a learned s; null = log2(N^2 - N), for ssmax 1 / ln N (plain attention).",
+        above=0.0,
+        below=3e38,
+    )
+    scale_log: bool = key(False, "Learn log s instead of s: s stays positive, and steps are relative.")
+    scale_max: float | None = key(
+        None, "Largest value of a learned s, which gets no gradient above it; null = none.", above=0.0, below=3e38
     )
     softcap: float | None = key(None, "Soft-cap of the score; null = none.", above=0.0, below=3e38)
     score_dtype: str = key("compute", "Precision of the scores in the kernel.", choices=("compute", "fp32"))
+    dropout: float = key(
+        0.0, "Share of the attention weights dropped in training; the probe sees them before.", low=0.0, below=1.0
+    )
+    gate: str = key(
+        "none",
+        "Factor sigmoid(W x) on the output of each head, or of each of its channels, before the output projection.",
+        choices=("none", "head", "channel"),
+    )
     init: str = key(
         "timm",
         "timm: std 0.02. match: W_q, W_k of un-normed variants scaled to RMSNorm's spread of logits at step 0.",
@@ -517,12 +545,13 @@ def _check_combinations(cfg: RunConfig) -> None:
                 )
     if a.gain == "none" and a.gain_offset:
         raise ConfigError("attention.gain_offset", a.gain_offset, "0 while attention.gain=none (there is no gain)")
-    if a.scale in ("inv_sqrt_d", "one") and a.scale_init is not None:
-        raise ConfigError("attention.scale_init", a.scale_init, f"null while attention.scale={a.scale}")
+    _check_scale(a)
     if a.backend == "sdpa" and a.softcap is not None:
         raise ConfigError("attention.backend", a.backend, "auto | explicit | flex while attention.softcap is set")
     if a.backend == "sdpa" and a.score_dtype != "compute":
         raise ConfigError("attention.backend", a.backend, "auto | explicit while attention.score_dtype=fp32")
+    if a.backend == "flex" and a.dropout:
+        raise ConfigError("attention.backend", a.backend, "auto | explicit while attention.dropout is set")
     if a.backend == "flex" and cfg.device != "cuda":
         raise ConfigError("attention.backend", a.backend, "auto | explicit | sdpa unless device=cuda")
     if o.name == "adam" and o.decay != "independent":
@@ -550,12 +579,33 @@ def _check_combinations(cfg: RunConfig) -> None:
         raise ConfigError(
             "model.qkv_bias", m.qkv_bias, "false | null while model.block_norm=parallel (ViT-22B has none)"
         )
+    if m.block_norm == "parallel" and a.gate != "none":
+        raise ConfigError(
+            "attention.gate", a.gate, "none while model.block_norm=parallel (its projections are one matrix)"
+        )
     if m.width is not None and m.heads is not None and m.width % m.heads:
         raise ConfigError("model.heads", m.heads, f"a divisor of model.width={m.width}")
     _check_data(cfg)
     size = image_size(d)
     if m.patch is not None and size % m.patch:
         raise ConfigError("model.patch", m.patch, f"a divisor of the image size {size}")
+
+
+def _check_scale(a: AttentionConfig) -> None:
+    if a.scale in ("inv_sqrt_d", "one") and a.scale_init is not None:
+        raise ConfigError("attention.scale_init", a.scale_init, f"null while attention.scale={a.scale}")
+    for name, neutral in (("scale_log", False), ("scale_max", None)):
+        if a.scale not in LEARNED_SCALES and getattr(a, name) != neutral:
+            raise ConfigError(
+                f"attention.{name}",
+                getattr(a, name),
+                f"{'null' if neutral is None else 'false'} while attention.scale={a.scale} (nothing is learned)",
+            )
+    if a.norm == "l2" and a.gain == "none" and a.scale == "inv_sqrt_d":
+        accepted_scales = " | ".join(("one", "fixed", *LEARNED_SCALES))
+        raise ConfigError(
+            "attention.scale", a.scale, f"{accepted_scales} while attention.norm=l2 (cosines over sqrt(d) stay uniform)"
+        )
 
 
 def _check_data(cfg: RunConfig) -> None:

@@ -1,13 +1,15 @@
 """Speed, as ratios that are measured side by side in one process; absolute times depend on the machine's mood.
 
-    python scripts/bench.py                                        # everything, about 10 minutes on two cores
+    python scripts/bench.py                                        # everything, about 15 minutes on two cores
     python scripts/bench.py step probe --sizes micro --quick       # a smoke test
     python scripts/bench.py train                                  # placements, precisions, accumulation, the loop
+    python scripts/bench.py variants                               # each attention preset beside none
     python scripts/bench.py sweep --sweep outputs/vit22b --json bench.json
 
 Sections: ``step`` (against timm's own attention), ``probe`` (what telemetry costs), ``rate`` (against the
-machine's matrix products), ``train`` (what choices of the loop cost), ``sweep`` (a stored sweep against its ideal
-wall time). Targets are printed next to the figures and never change the exit code.
+machine's matrix products), ``train`` (what choices of the loop cost), ``variants`` (what each attention preset costs),
+``sweep`` (a stored sweep against its ideal wall time). Targets are printed next to the figures and never change the
+exit code.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from benchmarks.resuming import resume_figures
 from benchmarks.sections import probe_figures, rate_figures, step_figures, sweep_figures
 from benchmarks.timing import Figure
 from benchmarks.training import train_figures
+from benchmarks.variants import variant_figures
 from benchmarks.workloads import SIZES, Effort
 from rich.console import Console
 from rich.table import Table
@@ -46,6 +49,9 @@ MEANING = {
     "measured in the same round; the floor is the time that those FLOPs would take at that rate.",
     "train": "train: time of a step of the real loop with one thing changed / the plain one (pre-norm, BF16 autocast), "
     "without the probe; and the parts of a plain step as shares of it.",
+    "variants": "variants: time of a bare step with a preset / without a norm, alternating, median of pairs; FLOPs of "
+    "forward and backward beyond those of a step without a norm (matrix products, and one for each element of every "
+    "other operation); bytes that forward keeps for backward / without a norm. Presets that set the same keys are one.",
     "sweep": "sweep: seconds from the command to the start of the last five runs of 1,000, the others done; wall time "
     "of a stored sweep / (the sum of its runs' steps, probes and evaluations / workers), and what a run took beyond "
     "them.",
@@ -56,7 +62,7 @@ def measure(
     sections: Sequence[str], names: Sequence[str], effort: Effort, device: str, sweep: Path | None
 ) -> Iterator[Figure]:
     """Figures of the sections, each as soon as it is measured."""
-    of_sizes = {"step": step_figures, "probe": probe_figures, "rate": rate_figures}
+    of_sizes = {"step": step_figures, "probe": probe_figures, "rate": rate_figures, "variants": variant_figures}
     for section in sections:
         if section in of_sizes:
             yield from of_sizes[section](names, effort, device)

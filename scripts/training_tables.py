@@ -8,10 +8,10 @@ The dtypes are those of the CPU, measured by the dry pass that every run makes (
 
 from __future__ import annotations
 
-import argparse
 import copy
 from pathlib import Path
 
+import generated
 import numpy as np
 
 from qkexp.compose import compose_sweep, options
@@ -85,26 +85,8 @@ TABLES = {"dtypes": dtype_table, "schedules": schedule_table}
 
 def regenerated(text: str) -> str:
     """The document with its tables made anew."""
-    for name, table in TABLES.items():
-        before, marker, rest = text.partition(f"<!-- generated: {name} -->\n")
-        text = before + marker + table() + "\n" + rest[rest.index("<!-- end -->") :]
-    return text
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where the tables differ")
-    args = parser.parse_args()
-    old = DOCUMENT.read_text()
-    new = regenerated(old)
-    if args.check:
-        print(
-            "tables are up to date" if new == old else f"{DOCUMENT.name} differs: run python scripts/training_tables.py"
-        )
-        return int(new != old)
-    DOCUMENT.write_text(new)
-    return 0
+    return generated.regenerated(text, TABLES)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(generated.main("training_tables.py", __doc__, DOCUMENT, TABLES))

@@ -13,12 +13,39 @@ from qkexp.compose import compose_sweep
 from qkexp.config import RunConfig
 from qkexp.model.vit import build_vit
 
-VARIANTS = ("none", "layernorm", "rmsnorm", "l2", "softcap", "layernorm_softcap", "rmsnorm_softcap", "l2_softcap")
+# presets that set different keys; ALIASES are published systems that set what another preset sets
+VARIANTS = (
+    "none", "layernorm", "rmsnorm", "l2", "softcap", "layernorm_softcap", "rmsnorm_softcap", "l2_softcap",
+    "gemma3", "command_r_plus", "olmo2", "chameleon", "llama4", "swin_v2", "timm",
+)  # fmt: skip
+ALIASES = {
+    "henry2020": "l2", "vit22b": "layernorm", "vit22b_rms": "rmsnorm", "qwen3": "rmsnorm", "sd3": "rmsnorm",
+    "gemma2": "softcap",
+}  # fmt: skip
+NORMED = tuple(name for name in VARIANTS if name not in ("none", "softcap"))
 
 
 @pytest.fixture(params=VARIANTS)
 def variant(request: pytest.FixtureRequest) -> str:
-    """Each of the attention presets."""
+    """Each of the attention presets that set different keys."""
+    return request.param
+
+
+@pytest.fixture
+def variants() -> tuple[str, ...]:
+    """Their names."""
+    return VARIANTS
+
+
+@pytest.fixture
+def aliases() -> dict[str, str]:
+    """The other presets, and what each is the same as."""
+    return ALIASES
+
+
+@pytest.fixture(params=NORMED)
+def normed(request: pytest.FixtureRequest) -> str:
+    """Each of those that has a norm."""
     return request.param
 
 

@@ -108,8 +108,10 @@ def test_every_preset_of_every_group_composes_and_passes_the_checks() -> None:
 
 
 def test_presets_are_named_by_what_they_set() -> None:
-    for name in options("attention"):
+    for name in ("none", "layernorm", "rmsnorm", "l2", "softcap", "layernorm_softcap", "rmsnorm_softcap", "l2_softcap"):
         assert variant(one(f"attention={name}").attention) == name
+    for name, same in {"qwen3": "rmsnorm", "henry2020": "l2", "gemma3": "rmsnorm_gainoffset-1"}.items():
+        assert variant(one(f"attention={name}").attention) == same
     assert variant(one("attention=rmsnorm", "attention.softcap=50").attention) == "rmsnorm_softcap"
     assert variant(one("attention=rmsnorm", "attention.axis=all").attention) == "rmsnorm_axis-all"
     assert variant(one("attention=softcap", "attention.softcap=30").attention) == "softcap30"

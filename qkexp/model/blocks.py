@@ -38,6 +38,7 @@ class Block(nn.Module):
         *,
         attention: AttentionConfig,
         tokens: int,
+        rotary: nn.Module | None,
         mlp_ratio: float,
         qkv_bias: bool,
         proj_bias: bool,
@@ -54,7 +55,14 @@ class Block(nn.Module):
         hidden = _hidden(dim, mlp_ratio)
         self.norm1 = norm_layer(dim)
         self.attn = Attention(
-            dim, num_heads, tokens, attention, qkv_bias=qkv_bias, proj_bias=proj_bias, proj_drop=proj_drop
+            dim,
+            num_heads,
+            tokens,
+            attention,
+            rotary=rotary,
+            qkv_bias=qkv_bias,
+            proj_bias=proj_bias,
+            proj_drop=proj_drop,
         )
         self.ls1 = _layer_scale(dim, init_values)
         self.drop_path1 = _drop_path(drop_path)
@@ -72,12 +80,13 @@ class Block(nn.Module):
     def roles(self, name: str) -> tuple[int, list[tuple[str, int | None]]]:
         """What the rows of a parameter are for, in order: (axis, [(role, how many; None: all)]).
 
-        Roles: ``q k v o`` the projections, ``qk`` gains and scales between projection and score, ``mlp``, ``rest``.
+        Roles: ``q k v o`` the projections (``o`` with the gate), ``qk`` gains and scales between projection and
+        score, ``mlp``, ``rest``.
         """
         dim = self.attn.dim
         if name.startswith("attn.qkv."):
             return 0, [("q", dim), ("k", dim), ("v", dim)]
-        if name.startswith("attn.proj."):
+        if name.startswith(("attn.proj.", "attn.gate.")):
             return 0, [("o", None)]
         if name.startswith("attn."):
             return 0, [("qk", None)]
@@ -132,6 +141,7 @@ class ParallelBlock(nn.Module):
         *,
         attention: AttentionConfig,
         tokens: int,
+        rotary: nn.Module | None,
         mlp_ratio: float,
         qkv_bias: bool,  # set for every ViT of timm; this block has none
         proj_bias: bool,
@@ -151,7 +161,7 @@ class ParallelBlock(nn.Module):
         self.in_norm = norm_layer(dim)
         self.in_proj = nn.Linear(dim, self.hidden + 3 * dim, bias=False)
         self.mlp_bias = nn.Parameter(torch.zeros(self.hidden))
-        self.attn = Attention(dim, num_heads, tokens, attention, projections=False)
+        self.attn = Attention(dim, num_heads, tokens, attention, rotary=rotary, projections=False)
         self.mlp_act = act_layer()
         self.mlp_drop = nn.Dropout(proj_drop)
         self.out_proj = nn.Linear(dim + self.hidden, dim, bias=proj_bias)

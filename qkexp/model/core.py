@@ -81,7 +81,7 @@ class RoundedSoftmax(torch.autograd.Function):
         return torch._softmax_backward_data(grad.float(), p.float(), -1, torch.float32).to(p.dtype)
 
 
-def explicit(q: Tensor, k: Tensor, v: Tensor, scale: Scale, spec: ScoreSpec) -> Tensor:
+def explicit(q: Tensor, k: Tensor, v: Tensor, scale: Scale, spec: ScoreSpec, dropout: float) -> Tensor:
     """Scores as a tensor. On CPU in BF16 this beats PyTorch's fused kernel (see docs/architecture.md)."""
     if spec.dtype is not None:
         q, k = q.to(spec.dtype), k.to(spec.dtype)
@@ -92,18 +92,25 @@ def explicit(q: Tensor, k: Tensor, v: Tensor, scale: Scale, spec: ScoreSpec) -> 
     c = soft_cap(z, spec.cap)
     small = c.device.type == "cpu" and c.dtype.itemsize < 4 and c.numel() <= SMALL
     p = RoundedSoftmax.apply(c) if small else c.softmax(dim=-1)
+    if dropout:
+        p = F.dropout(p, dropout)
     return p.to(v.dtype) @ v
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: Scale, spec: ScoreSpec) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: Scale, spec: ScoreSpec, dropout: float) -> Tensor:
     """PyTorch's fused attention. It has no soft-cap, so a capped score is refused."""
     if spec.cap is not None:
         raise ValueError("backend sdpa cannot soft-cap a score: use explicit or flex")
-    return F.scaled_dot_product_attention(scale_query(q, scale), k, v, scale=1.0)
+    return F.scaled_dot_product_attention(scale_query(q, scale), k, v, dropout_p=dropout, scale=1.0)
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, scale: Scale, spec: ScoreSpec) -> Tensor:
-    """FlexAttention with the soft-cap in its score function (CUDA; it compiles at first use)."""
+def flex(q: Tensor, k: Tensor, v: Tensor, scale: Scale, spec: ScoreSpec, dropout: float) -> Tensor:
+    """FlexAttention with the soft-cap in its score function (CUDA; it compiles at first use).
+
+    It drops no weights, so dropout is refused.
+    """
+    if dropout:
+        raise ValueError("backend flex cannot drop attention weights: use explicit")
     kernel, score_mod = _flex(spec.cap)
     return kernel(scale_query(q, scale), k, v, score_mod=score_mod, scale=1.0)
 
@@ -126,13 +133,15 @@ DTYPES = {"compute": None, "fp32": torch.float32}
 FLEX_MIN_WIDTH = 16  # of a head; FlexAttention refuses less
 
 
-def choose_backend(device: str, softcap: float | None, score_dtype: str, head_dim: int = 64) -> str:
+def choose_backend(
+    device: str, softcap: float | None, score_dtype: str, head_dim: int = 64, dropout: float = 0.0
+) -> str:
     """The backend for a device type, from measurements (docs/architecture.md), never timed at run time."""
     if device != "cuda" or score_dtype != "compute":
         return "explicit"
     if softcap is None:
         return "sdpa"
-    return "flex" if head_dim >= FLEX_MIN_WIDTH else "explicit"
+    return "flex" if head_dim >= FLEX_MIN_WIDTH and not dropout else "explicit"
 
 
 class AttentionCore(nn.Module):
@@ -141,16 +150,29 @@ class AttentionCore(nn.Module):
     Called as ``core(q, k, v, scale)``, all positional, with q, k, v (B, H, N, d) as they enter the
     dot product (after norm and rotation) and ``scale`` a float or a tensor (1,) or (H,). So a
     forward-pre-hook on it sees what the kernel sees, in every variant and under every backend, and
-    ``spec`` tells that hook the rest of the score's definition.
+    ``spec`` tells that hook the rest of the score's definition. ``dropout`` is the share of the weights
+    p that training drops (the others grow, so that each keeps its expectation).
     """
 
-    def __init__(self, softcap: float | None = None, score_dtype: str = "compute", backend: str = "explicit"):
+    def __init__(
+        self,
+        softcap: float | None = None,
+        score_dtype: str = "compute",
+        backend: str = "explicit",
+        dropout: float = 0.0,
+    ):
         super().__init__()
         self.spec = ScoreSpec(softcap, DTYPES[score_dtype])
         self.backend = backend
+        self.dropout = dropout
+
+    @property
+    def drops(self) -> bool:
+        """Whether weights are dropped now."""
+        return self.training and self.dropout > 0.0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: Scale) -> Tensor:
-        return KERNELS[self.backend](q, k, v, scale, self.spec)
+        return KERNELS[self.backend](q, k, v, scale, self.spec, self.dropout if self.training else 0.0)
 
     def extra_repr(self) -> str:
-        return f"softcap={self.spec.cap}, backend={self.backend}"
+        return f"softcap={self.spec.cap}, backend={self.backend}, dropout={self.dropout}"

@@ -70,6 +70,8 @@ class QKNorm(nn.Module):
         bias: add a learned bias of the gain's shape; (d,) where there is no gain.
         eps: added to the mean square, before the root: the gradient at zero is bounded by 1/sqrt(eps).
         dtype: ``fp32`` (the norm's arithmetic; the result is cast back) or ``compute``.
+        rotary: rotates x before the norm (``rope_first``); None: nothing does. It stands in here so that
+            hooks on the norm see the raw projection in either order.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class QKNorm(nn.Module):
         bias: bool = False,
         eps: float = 1e-6,
         dtype: str = "fp32",
+        rotary: nn.Module | None = None,
     ):
         super().__init__()
         self.kind, self.center, self.axis, self.eps = kind, center, axis, eps
@@ -95,8 +98,10 @@ class QKNorm(nn.Module):
         shape = (heads, head_dim) if (gain == "per_head" and axis == "head") else (width,)
         self.weight = None if gain == "none" else nn.Parameter(torch.full(shape, 1.0 - gain_offset))
         self.bias = nn.Parameter(torch.zeros(shape)) if bias else None
+        self.rotary = rotary
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x if self.rotary is None else self.rotary(x)
         y = x.flatten(-2) if self.axis == "all" else x
         gain = self.weight if self.weight is None or not self.gain_offset else self.weight + self.gain_offset
         with torch.autocast(x.device.type, enabled=False):

@@ -21,6 +21,7 @@ from qkexp.model.blocks import BLOCKS
 from qkexp.model.core import choose_backend, per_head
 from qkexp.model.parts import pieces
 from qkexp.model.qk_norm import QKNorm
+from qkexp.model.rotary import AxialRotary
 
 
 def build_vit(cfg: RunConfig, *, image_size: int, channels: int, classes: int, like: Tensor | None = None) -> nn.Module:
@@ -42,22 +43,24 @@ def build_vit(cfg: RunConfig, *, image_size: int, channels: int, classes: int, l
     if attention.backend == "auto":
         device = "cuda" if cfg.device == "cuda" else "cpu"
         attention = dataclasses.replace(
-            attention, backend=choose_backend(device, attention.softcap, attention.score_dtype, head_width(m))
+            attention,
+            backend=choose_backend(device, attention.softcap, attention.score_dtype, head_width(m), attention.dropout),
         )
     overrides = timm_overrides(m)
     _require_plain(m.name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(m.seed)
         try:
+            plain = _skeleton(m.name, overrides, image_size)
+            prefix, grid = plain.num_prefix_tokens, plain.patch_embed.grid_size
+            block = functools.partial(
+                BLOCKS[m.block_norm],
+                attention=attention,
+                tokens=prefix + plain.patch_embed.num_patches,
+                rotary=AxialRotary(plain.blocks[0].attn.head_dim, grid, prefix) if m.rope == "axial" else None,
+            )
             vit = timm.create_model(
-                m.name,
-                img_size=image_size,
-                in_chans=channels,
-                num_classes=classes,
-                block_fn=functools.partial(
-                    BLOCKS[m.block_norm], attention=attention, tokens=_tokens(m.name, overrides, image_size)
-                ),
-                **overrides,
+                m.name, img_size=image_size, in_chans=channels, num_classes=classes, block_fn=block, **overrides
             )
         except (ValueError, AssertionError, TypeError, RuntimeError, OverflowError) as error:
             why = str(error) or "timm refuses them without a reason"
@@ -140,11 +143,10 @@ def _difference(model: nn.Module | None) -> str | None:
 _OUR_NAMES = {ResPostBlock: "res_post", ParallelScalingBlock: "parallel"}
 
 
-def _tokens(name: str, overrides: dict[str, Any], image_size: int) -> int:
-    """Tokens a query attends to, class and register tokens included."""
+def _skeleton(name: str, overrides: dict[str, Any], image_size: int) -> Any:
+    """timm's own model without memory, one block deep: tells tokens, grid and width of a head."""
     with torch.device("meta"):
-        vit: Any = timm.create_model(name, img_size=image_size, **{**overrides, "depth": 1})
-    return vit.patch_embed.num_patches + vit.num_prefix_tokens
+        return timm.create_model(name, img_size=image_size, **{**overrides, "depth": 1})
 
 
 # ---------------------------------------------------------------- the same start for every variant
@@ -169,7 +171,7 @@ def match_logit_spread(vit: Any, images: Tensor) -> None:
     because a layer's input depends on the attention before it.
     """
     layers = list(attention_layers(vit).values())
-    with _changed(layers, backend="explicit"):
+    with _changed(layers, backend="explicit", dropout=0.0):
         with _rms_normed(layers):
             targets = _spreads(vit, images)
         for depth, block in enumerate(vit.blocks):
@@ -197,16 +199,16 @@ def _rms_normed(layers: list[Attention]) -> Iterator[None]:
 
 
 @contextmanager
-def _changed(layers: list[Attention], backend: str) -> Iterator[None]:
-    """Another backend for a while: measuring on the CPU must not compile a kernel for it."""
-    kept = [layer.core.backend for layer in layers]
+def _changed(layers: list[Attention], backend: str, dropout: float) -> Iterator[None]:
+    """Another core for a while: measuring on the CPU must neither compile a kernel for it nor draw random numbers."""
+    kept = [(layer.core.backend, layer.core.dropout) for layer in layers]
     for layer in layers:
-        layer.core.backend = backend
+        layer.core.backend, layer.core.dropout = backend, dropout
     try:
         yield
     finally:
-        for layer, name in zip(layers, kept, strict=True):
-            layer.core.backend = name
+        for layer, own in zip(layers, kept, strict=True):
+            layer.core.backend, layer.core.dropout = own
 
 
 def _spreads(vit: nn.Module, images: Tensor) -> list[Tensor]:

@@ -7,6 +7,7 @@ the same history gives the same events.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ LOGIT_GROWTH = 30.0  # times the healthy median of a layer's max |z|
 COLLAPSED_FRAC = 0.05  # of log n
 COLLAPSED_OF_HEALTHY = 0.1
 COLLAPSED_STEPS = 20  # probed steps in a row
+AT_BOUND = 1.0 - 1e-4  # of the bound of a learned scale: exp(log x) is not x
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,16 @@ def healthy_steps(steps: int) -> int:
 
 
 class Detector:
-    """Logit run-away and collapse, from the layers' values of every probed step.
+    """Logit run-away, collapse, and scales at their bound, from the layers' values of every probed step.
 
     ``logit_runaway``: a layer's max |z| over 30 times its healthy median. ``layer_collapse``: a layer's
     entropy_frac under 0.05 and under 0.1 times its healthy median for 20 probed steps.
-    ``all_collapse``: every layer at once. Each fires once a layer, at the step that completes it.
+    ``all_collapse``: every layer at once. ``scale_bound``: a head's learned scale has reached ``scale_bound``,
+    above which it gets no gradient. Each fires once a layer, at the step that completes it.
     """
 
-    def __init__(self, steps: int):
-        self.healthy = healthy_steps(steps)
+    def __init__(self, steps: int, scale_bound: float = math.inf):
+        self.healthy, self.scale_bound = healthy_steps(steps), scale_bound
         self._history: dict[int, list[tuple[float, float]]] = defaultdict(list)
         self._medians: dict[int, tuple[float, float]] = {}
         self._streak: dict[int, int] = defaultdict(int)
@@ -66,8 +69,24 @@ class Detector:
         self._streak.update(state["streak"])
         self._seen |= {(kind, layer) for kind, layer in state["seen"]}
 
-    def feed(self, step: int, max_abs_logit: np.ndarray, entropy_frac: np.ndarray) -> list[Event]:
-        """One probed step: the layers' values, in forward order (NaN where absent) -> new events."""
+    def feed(
+        self, step: int, max_abs_logit: np.ndarray, entropy_frac: np.ndarray, largest_scale: np.ndarray | None = None
+    ) -> list[Event]:
+        """One probed step: the layers' values, in forward order (NaN where absent) -> new events.
+
+        ``largest_scale`` is that of a layer's heads.
+        """
+        scales = [] if largest_scale is None else largest_scale.tolist()
+        return self._bounds(step, scales) + self._changes(step, max_abs_logit, entropy_frac)
+
+    def _bounds(self, step: int, scales: list[float]) -> list[Event]:
+        events = []
+        for layer, scale in enumerate(scales):
+            if AT_BOUND * self.scale_bound <= scale < math.inf:
+                events += self._once(Event(step, "scale_bound", layer, value=scale, threshold=self.scale_bound))
+        return events
+
+    def _changes(self, step: int, max_abs_logit: np.ndarray, entropy_frac: np.ndarray) -> list[Event]:
         if step < self.healthy:
             for layer, pair in enumerate(zip(max_abs_logit, entropy_frac, strict=True)):
                 self._history[layer].append((float(pair[0]), float(pair[1])))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qkexp.config import RunConfig
-from qkexp.model.vit import build_vit
+from qkexp.model.vit import attention_layers, build_vit
 from qkexp.probe.frame import Frame, layer_values, to_numpy
 from qkexp.probe.metrics import NAMES
 from qkexp.probe.probe import AttentionProbe
@@ -76,7 +76,7 @@ def train(
     dtypes = measure(model, first_images.to(updater.flat), cfg)
     forward = torch.compile(model) if cfg.compile else model
     record.note(parameter_groups=updater.groups())
-    detector = Detector(steps)
+    detector = Detector(steps, min(layer.scale_bound for layer in attention_layers(model).values()))
     calm = max(healthy_steps(steps), min(cfg.optim.warmup, steps // 10))
     spikes = {name: SpikeDetector(kind, calm) for name, kind in (("loss", "loss"), ("grad_norm", "grad"))}
     unseen: list[dict[str, float]] = []  # rows that the spike detectors have not seen
@@ -273,13 +273,14 @@ def detect(detector: Detector, frames: list[Frame]) -> list[Event]:
     events: list[Event] = []
     if not frames:
         return events
-    wanted = [NAMES.index("max_abs_logit"), NAMES.index("entropy_frac")]
-    pairs = np.full((len(frames), len(frames[0].names), 2), np.nan)  # (step, layer, metric)
+    logit, frac, scale = (NAMES.index(name) for name in ("max_abs_logit", "entropy_frac", "score_scale"))
+    found = np.full((len(frames), len(frames[0].names), 3), np.nan)  # (step, layer, metric)
     for number, group in enumerate(frames[0].groups):
         values = to_numpy(torch.stack([frame.groups[number].values for frame in frames], dim=1))
-        pairs[:, list(group.layers)] = layer_values(values)[wanted].transpose(1, 2, 0)
-    for frame, layers in zip(frames, pairs, strict=True):
-        events += detector.feed(frame.step, layers[:, 0], layers[:, 1])
+        found[:, list(group.layers), :2] = layer_values(values)[[logit, frac]].transpose(1, 2, 0)
+        found[:, list(group.layers), 2] = values[scale].max(-1)
+    for frame, layers in zip(frames, found, strict=True):
+        events += detector.feed(frame.step, *layers.T)
     return events
 
 

@@ -59,7 +59,7 @@ def resolve(cfg: RunConfig) -> None:
     cfg.device = choose_device(cfg.device)
     a = cfg.attention
     if a.backend == "auto":
-        a.backend = choose_backend(cfg.device, a.softcap, a.score_dtype, head_width(cfg.model))
+        a.backend = choose_backend(cfg.device, a.softcap, a.score_dtype, head_width(cfg.model), a.dropout)
 
 
 def autocast(cfg: PrecisionConfig, device: str) -> AbstractContextManager:

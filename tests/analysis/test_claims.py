@@ -124,12 +124,12 @@ def test_every_seed_must_hold_and_the_value_told_is_the_worst(tmp_path: Path) ->
     assert check(load_sweep(tmp_path), {**spec, "is": "< 1"}).verdict == PASS
 
 
-def test_qk_norm_means_every_variant_with_a_norm_and_no_other(tmp_path: Path) -> None:
-    for name in options("attention"):
+def test_qk_norm_means_every_variant_with_a_norm_and_no_other(tmp_path: Path, variants: tuple[str, ...]) -> None:
+    for name in variants:
         make(tmp_path, name, 0.1, 0)
     sweep = load_sweep(tmp_path)
     count = check(sweep, {"claim": "c", "where": {"variant": "qk_norm"}, "metric": "final_loss", "is": "< 1"}).count
-    assert count == len(options("attention")) - 2
+    assert count == len(variants) - 2
 
 
 def test_layers_are_reduced_over_all_unless_one_is_named(tmp_path: Path) -> None:

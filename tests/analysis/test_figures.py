@@ -20,6 +20,7 @@ from qkexp.analysis.figures import FIGURES, draw
 from qkexp.analysis.figures.selection import DoesNotFit, cells, keys_per_row, model_text, recipe_text
 from qkexp.analysis.figures.style import LOOKS, look
 from qkexp.analysis.figures.vit22b_panels import shown_layers, spread
+from qkexp.compose import compose_sweep, options
 from qkexp.config import UserError, run_name, to_typed
 from qkexp.probe.frame import Frame, Group
 from qkexp.probe.metrics import NAMES
@@ -433,6 +434,12 @@ def test_a_variant_has_one_colour_everywhere(tmp_path: Path) -> None:
             labels = [text.get_text() for text in figure.legends[0].get_texts()]
             colours.add(to_hex(entries[labels.index(look(variant).label)].get_color()))
         assert colours == {look(variant).colour.lower()}
+
+
+def test_every_preset_has_a_look_of_its_own() -> None:
+    for name in options("attention"):
+        _, cfg = compose_sweep([f"attention={name}"], single=True).runs[0]
+        assert any(run_name(cfg).startswith(f"{known}-lr") for known in LOOKS), name
 
 
 def test_looks_differ_and_depend_on_the_name_alone() -> None:

@@ -145,6 +145,53 @@ def test_attn_drop_sees_the_weights_that_the_probe_measures():
     assert all(layer.checked for layer in probe._layers)  # done when it can be
 
 
+# ---------------------------------------------------------------- this project's own
+
+
+def our_vit(make_vit, variant, order="none", *overrides):
+    rope = () if order == "none" else ("model.rope=axial", f"attention.rope_order={order}")
+    model = sharpen(make_vit(f"attention={variant}", *rope, *overrides))
+    for name, p in model.named_parameters():
+        if "_norm." in name or "gate" in name:
+            p.data += 0.4 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
+    return model
+
+
+@pytest.mark.parametrize("order", ["none", "norm_first", "rope_first"])
+def test_our_vit_shows_the_weights_that_it_computes_in_every_preset(make_vit, images, variant, order, record_property):
+    model, raw, core = our_vit(make_vit, variant, order), [], []
+    for block in model.blocks:
+        block.attn.qkv.register_forward_hook(lambda _m, _a, y: raw.append(y.view(8, 17, 3, 4, 16).unbind(2)))
+        block.attn.core.register_forward_pre_hook(lambda _m, a: core.append(a[:2]))
+    probe = AttentionProbe(model)
+    with probe.step(0), torch.no_grad():
+        model(images)
+    assert len(probe.coverage.checked) == 4
+    record_property("largest_difference", compare(probe, own_weights(model, images)))
+    frame = probe.frame.to_pandas()
+    for layer, (projections, entering) in enumerate(zip(raw[:4], core[:4], strict=True)):
+        rows = frame[frame["layer"] == layer]
+        for name, x, x_in in zip("qk", projections[:2], entering, strict=True):  # norm_first or not: raw and effective
+            np.testing.assert_allclose(rows[f"{name}_norm_mean"], x.norm(dim=-1).mean((0, 1)), rtol=1e-4)
+            np.testing.assert_allclose(rows[f"{name}_in_norm_mean"], x_in.norm(dim=-1).mean((0, 2)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("gate", ["none", "head", "channel"])
+def test_our_dropped_and_gated_attention_is_measured_before_both(make_vit, images, gate):
+    model = our_vit(make_vit, "rmsnorm", "none", "attention.dropout=0.5", f"attention.gate={gate}").train()
+    probe = AttentionProbe(model)
+    torch.manual_seed(0)
+    with probe.step(0):
+        model(images)
+    assert set(probe.coverage.unchecked.values()) == {"attention dropout is active"}
+    torch.manual_seed(0)
+    compare(probe, own_weights(model, images))
+    model.eval()
+    with probe.step(1):
+        model(images)
+    assert all(layer.checked for layer in probe._layers)
+
+
 @pytest.mark.parametrize("version", ["ShiftedWindowAttention", "ShiftedWindowAttentionV2"])
 def test_torchvisions_swin_shows_the_weights_that_it_computes(version, record_property):
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 VARIANTS = {p.stem for p in (SCRIPTS.parent / "configs" / "attention").glob("*.yaml")}
@@ -61,6 +62,36 @@ def test_bench_of_training_tells_shares_of_a_step_that_add_up(tmp_path: Path) ->
     assert figures["micro accumulate=4 / 4 plain steps"] == pytest.approx(1.0, abs=0.6)
 
 
+def test_bench_of_variants_compares_each_preset_with_none(tmp_path: Path) -> None:
+    done = run("bench.py", "variants", "--quick", "--sizes", "micro", "--json", "b.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    figures = {f["name"]: f["value"] for f in written(tmp_path / "b.json")["figures"]}
+    assert len(figures) == 6
+    for preset in ("chameleon", "command_r_plus"):
+        assert figures[f"micro {preset}: step"] > 0
+        assert 0 < figures[f"micro {preset}: further FLOPs"] < 0.1
+        assert 1 < figures[f"micro {preset}: kept for backward"] < 2
+
+
+def test_bench_counts_products_exactly_and_every_other_operation_by_element(bench: Any) -> None:
+    variants = importlib.import_module("benchmarks.variants")
+    x, w = torch.ones(5, 7, requires_grad=True), torch.ones(7, 3, requires_grad=True)
+    back = torch.ones(5, 3)
+    with variants.Operations() as counted:
+        y = (x.t().t() @ w).tanh()
+    assert counted.flops == 2 * 5 * 7 * 3 + 5 * 3
+    with counted:
+        y.backward(back)
+    assert counted.flops == 3 * 2 * 5 * 7 * 3 + 5 * 3 + 5 * 3
+
+
+def test_bench_names_presets_that_set_the_same_as_one(bench: Any) -> None:
+    variants = importlib.import_module("benchmarks.variants")
+    labels = list(variants.presets(variants.SIZES["micro"], "cpu"))
+    assert "qwen3 = rmsnorm = sd3 = vit22b_rms" in labels
+    assert {name for label in labels for name in label.split(" = ")} == VARIANTS - {"none"}
+
+
 def store_run(directory: Path, own: float, wall: float) -> None:
     """A finished run of two steps that took ``own`` seconds in them and ``wall`` in all."""
     directory.mkdir(parents=True)
@@ -100,7 +131,7 @@ def test_bench_refuses_an_unknown_section(
     monkeypatch.setattr(sys, "argv", ["bench.py", "stpe"])
     with pytest.raises(SystemExit, match="2"):
         bench.main()
-    assert "accepted: step, probe, rate, train, sweep" in capsys.readouterr().err
+    assert "accepted: step, probe, rate, train, variants, sweep" in capsys.readouterr().err
 
 
 def test_gpu_check_covers_every_variant(tmp_path: Path) -> None:
@@ -108,7 +139,7 @@ def test_gpu_check_covers_every_variant(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     content = written(tmp_path / "g.json")
     assert content["ok"] is True
-    assert len(VARIANTS) == 8
+    assert len(VARIANTS) == 21
     for precision in ("fp32", "bf16"):
         checked = {c["variant"] for c in content["checks"] if c["precision"] == precision}
         assert checked >= VARIANTS
@@ -125,3 +156,28 @@ def test_the_tables_of_docs_training_are_what_this_code_does(monkeypatch: pytest
     peaks = [line.split("|")[2].strip() for line in tables.schedule_table().splitlines()[2:]]
     assert set(peaks) == {"0.003"}
     assert len(peaks) == 5
+
+
+def test_the_tables_of_docs_systems_are_what_the_presets_set() -> None:
+    systems = importlib.import_module("systems")
+    generated = importlib.import_module("generated")
+    text = systems.DOCUMENT.read_text()
+    assert generated.regenerated(text, systems.TABLES) == text, "run python scripts/systems.py"
+    assert set(systems.SYSTEMS) == set(systems.REFERENCES)
+    proof = text.partition("<!-- generated: proof -->")[2].partition("<!-- end -->")[0]
+    differences = {row[1].strip(" `"): row[4:6] for row in (line.split("|") for line in proof.splitlines()[3:] if line)}
+    assert set(differences) == set(systems.SYSTEMS)
+    assert max(float(cell) for row in differences.values() for cell in row) <= 1e-5
+
+
+@pytest.mark.parametrize(("bound", "keys", "floor"), [(4.0, 17, 0.048), (11.31, 257, 9e-7), (0.0, 17, math.log(17))])
+def test_the_floor_of_entropy_is_attained_by_one_score_above_all_others(bound: float, keys: int, floor: float) -> None:
+    systems = importlib.import_module("systems")
+    assert systems.entropy_floor(bound, keys) == pytest.approx(floor, rel=0.05)
+    scores = torch.full((keys,), -bound, dtype=torch.float64)
+    scores[3] = bound
+    p = scores.softmax(0)
+    assert -(p * p.log()).sum().item() == pytest.approx(systems.entropy_floor(bound, keys), rel=1e-6)
+    random = bound * (2 * torch.rand(1000, keys, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) - 1)
+    p = torch.cat((random, bound * random.sign())).softmax(-1)
+    assert (-(p * p.log()).sum(-1)).min() >= systems.entropy_floor(bound, keys) - 1e-12

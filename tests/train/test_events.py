@@ -73,3 +73,24 @@ def test_absent_values_are_not_events() -> None:
     logits, frac = calm()
     logits[100:], frac[100:] = np.nan, np.nan
     assert run(logits, frac) == []
+
+
+def test_a_scale_at_its_bound_is_told_once_a_layer_also_in_the_healthy_stretch() -> None:
+    detector = Detector(1000, scale_bound=100.0)
+    frac = np.full(2, 0.9)
+    told = [
+        detector.feed(step, frac, frac, np.array(scales))
+        for step, scales in enumerate([[10.0, 99.9], [10.0, 99.999], [10.0, 100.0], [100.00001, 50.0]])
+    ]
+    assert told == [
+        [],
+        [Event(1, "scale_bound", 1, value=99.999, threshold=100.0)],
+        [],
+        [Event(3, "scale_bound", 0, value=100.00001, threshold=100.0)],
+    ]
+
+
+def test_a_scale_without_bound_reaches_none() -> None:
+    frac = np.full(2, 0.9)
+    assert Detector(1000).feed(0, frac, frac, np.array([1e9, np.inf])) == []
+    assert Detector(1000, 100.0).feed(0, frac, frac, np.array([np.nan, np.inf])) == []

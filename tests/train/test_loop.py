@@ -13,7 +13,7 @@ import torch
 from qkexp.compose import compose_sweep
 from qkexp.config import RunConfig
 from qkexp.probe.frame import Frame
-from qkexp.probe.metrics import GROUPS, besides
+from qkexp.probe.metrics import GROUPS, NAMES, besides
 from qkexp.train import loop
 from qkexp.train.checkpoint import Checkpoints, load, steps
 from qkexp.train.data import load as load_data
@@ -298,3 +298,22 @@ def test_an_evaluation_that_is_not_finite_is_no_best() -> None:
     assert loop._better({}, {"val_loss": math.nan, "val_accuracy": 0.1}) == {}
     assert loop._better(good, {"val_loss": math.nan, "val_accuracy": 0.9}) == good
     assert loop._better(good, {"val_loss": 2.0, "val_accuracy": 0.6}) == {"val_loss": 1.0, "val_accuracy": 0.6}
+
+
+@pytest.mark.parametrize(("precision", "rope"), [("fp32", "axial"), ("bf16", "none")])
+def test_every_preset_trains(variant: str, precision: str, rope: str) -> None:
+    keys = (f"attention={variant}", "attention.init=match", f"precision={precision}", f"model.rope={rope}")
+    memory, outcome = run(*keys, "train.steps=20", "optim.lr=3e-3", "probe.every=19")
+    assert outcome["step"] == 20
+    losses = [row["loss"] for row in memory.rows]
+    assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5 - 0.15
+    assert all((group.values[NAMES.index("nonfinite")] == 0).all() for group in memory.frames[-1].groups)
+
+
+def test_a_learned_scale_that_reaches_its_bound_is_an_event() -> None:
+    memory, _ = run("attention=swin_v2", "attention.scale_init=100")
+    found = [event for event in memory.events if event.kind == "scale_bound"]
+    assert [(event.step, event.layer, event.threshold) for event in found] == [(0, layer, 100.0) for layer in range(4)]
+    assert [event.value for event in found] == pytest.approx([100.0] * 4)
+    memory, _ = run("attention=swin_v2")
+    assert not [event for event in memory.events if event.kind == "scale_bound"]

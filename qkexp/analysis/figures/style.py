@@ -70,6 +70,16 @@ LOOKS = {
     "layernorm_softcap": Look("LayerNorm + soft-cap 50", "#56B4E9", "p"),
     "rmsnorm_softcap": Look("RMSNorm + soft-cap 50", "#000000", "h"),
     "l2_softcap": Look("L2 + soft-cap 50", "#882255", "<"),
+    # published systems whose keys are none of the above, under the names that their keys give
+    "rmsnorm_gainoffset-1": Look("Gemma 3: RMSNorm, gain 1 + w", "#40B0A6", "X"),
+    "rmsnorm_axis-all_eps-1e-05": Look("OLMo 2: RMSNorm of all heads", "#4B0092", "v"),
+    "rmsnorm_gain-none_eps-1e-05_ropeorder-rope_first": Look("Llama 4: RMSNorm, no gain", "#6B8E23", "*"),
+    "layernorm_gain-per_head_eps-1e-05": Look("Command R+: LayerNorm, a gain a head", "#1A85FF", ">"),
+    "layernorm_gain-per_head_bias-true_eps-1e-05": Look("Chameleon: the same with bias", "#D41159", "d"),
+    "layernorm_bias-true": Look("timm: LayerNorm with bias", "#8A6D3B", "H"),
+    "l2_scale-learned_per_head_scaleinit-10p0_scalelog-true_scalemax-100p0": Look(
+        "Swin V2: cosine, a temperature a head", "#B66DFF", "8"
+    ),
 }
 ORDER = list(LOOKS)
 _OTHER_COLOURS = ("#332288", "#44AA99", "#117733", "#999933", "#661100", "#6699CC", "#AA4466", "#888888")

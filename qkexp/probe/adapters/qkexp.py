@@ -46,6 +46,7 @@ class QkexpAdapter:
                 capture = Capture(listener.take(q), listener.take(k), lq, lk, scale, module.core.spec)
                 if not torch.compiler.is_compiling() and (listener.checking or listener.gradients):
                     capture.v = listener.take(v).clone() if listener.checking else listener.take(v)
+                    capture.dropout = module.core.drops
                     _once(core, lambda y: show(capture, y))
                 sink(capture)
 
@@ -66,7 +67,8 @@ class QkexpAdapter:
         if not isinstance(linear, nn.Linear):
             return None
         norms = module.q_norm, module.k_norm
-        source = linear if all(isinstance(norm, nn.Identity) for norm in norms) else None
+        plain = all(isinstance(m, nn.Identity) for m in (*norms, module.rotary))  # else W_qᵀW_k is not the score's form
+        source = linear if plain else None
         start = linear.out_features - 3 * module.dim
         return Projections(*fused(linear.weight, linear.bias, module.heads, start), *norms, source)
 
