@@ -204,7 +204,7 @@ def _plan(overrides: Sequence[str], *, single: bool = False) -> Plan:
 
     with out.status("composing the runs"):
         composed = compose_sweep(overrides, single=single)
-    from qkexp.sweep.plan import Plan  # imports torch: after what the user typed is known to be right
+    from qkexp.sweep.plan import Plan
 
     return Plan.of(composed)
 
@@ -292,6 +292,10 @@ def _ready(plan: Plan, todo: Sequence[Planned], *, alone: bool) -> Launcher:
 
     Returns the launcher that is to train the runs.
     """
+    if todo and plan.sweep.launcher_name == "local":
+        from qkexp.sweep.warm import warm_up
+
+        warm_up()
     from qkexp.model.vit import check_sizes
     from qkexp.sweep.launch import cores, make_launcher
     from qkexp.train.data import prepare

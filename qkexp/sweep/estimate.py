@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -13,6 +12,7 @@ from qkexp.config import RunConfig, as_dict, to_typed
 from qkexp.sweep.launch import LocalLauncher, make_launcher
 from qkexp.sweep.plan import Planned
 from qkexp.sweep.status import State, duration, step_seconds
+from qkexp.sweep.warm import context
 
 TRY_SECONDS = 2.0  # of steps, once the first is done
 PATIENCE_SECONDS = 30.0  # until the first step is done
@@ -35,10 +35,9 @@ def estimate(todo: Sequence[Planned], states: Sequence[State], sweep: Sweep) -> 
 
 def try_steps(cfg: RunConfig) -> float | None:
     """Seconds of a step of a run, tried in a process of its own that writes nothing; None: too slow to try."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["qkexp.sweep.preload"])
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_try, args=(as_dict(cfg), there), daemon=True)
+    forked = context()
+    here, there = forked.Pipe(duplex=False)
+    process = forked.Process(target=_try, args=(as_dict(cfg), there), daemon=True)
     process.start()
     there.close()
     try:

@@ -8,7 +8,6 @@ the same sweep may be at work: the locks in the run directories split the runs a
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import multiprocessing.connection
 import os
 import signal
@@ -27,8 +26,8 @@ from qkexp.sweep.job import BUSY, CRASHED, DONE, INTERRUPTED, fail, run_frozen
 from qkexp.sweep.plan import Planned
 from qkexp.sweep.provenance import collect
 from qkexp.sweep.status import FINISHED, signature
+from qkexp.sweep.warm import context
 
-PRELOAD = ["qkexp.sweep.preload"]
 TICK_SECONDS = 0.2
 RETRY_SECONDS = 1.0  # between looks at runs that other launches train
 DUMP_SECONDS = 1.0  # for the stacks of a run that hangs, before it is killed
@@ -96,8 +95,7 @@ class LocalLauncher:
     ) -> int:
         """See :class:`Launcher`. ``before``: signatures of the runs when the launch began, if that was elsewhere."""
         self.directory, self.again, self.provenance = directory, again, collect()
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(PRELOAD)
+        self.context = context()
         self.before = before or signatures(directory, runs)
         slots = self._slots(runs)
         waiting, code, look = deque(runs), DONE, 0.0

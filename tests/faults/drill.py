@@ -39,6 +39,7 @@ from qkexp.compose import compose_sweep  # noqa: E402
 from qkexp.record.files import read_json  # noqa: E402
 from qkexp.sweep.plan import Plan, Planned  # noqa: E402
 from qkexp.sweep.status import FINISHED  # noqa: E402
+from qkexp.sweep.warm import PRELOAD  # noqa: E402
 
 STEPS = 240
 SMALL = ["tracker=none", "model.width=16", "model.depth=2", "model.heads=2", "train.batch_size=16"]
@@ -395,7 +396,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="of " + ", ".join(f.__name__ for f in FAULTS) + "; default: all")
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
     args = parser.parse_args()
-    launch.PRELOAD.append("faulty")
+    PRELOAD.append("faulty")
     with tempfile.TemporaryDirectory(prefix="qkexp-faults-") as folder:
         drill = Drill(Path(folder), args.seed)
         for fault in FAULTS:

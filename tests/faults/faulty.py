@@ -64,7 +64,7 @@ qkexp.record.run.FLUSH_SECONDS = float(os.environ.get("QKEXP_FLUSH", "2"))
 
 if __name__ == "__main__":
     import qkexp.cli
-    import qkexp.sweep.launch
+    import qkexp.sweep.warm
 
-    qkexp.sweep.launch.PRELOAD.append("faulty")
+    qkexp.sweep.warm.PRELOAD.append("faulty")
     sys.exit(qkexp.cli.main(sys.argv[1:]))
