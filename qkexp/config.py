@@ -271,9 +271,6 @@ class ProbeConfig:
         "all", "Queries of an image that are measured, against all its keys: a number, or all.", identity=False
     )
     groups: list[str] = key([], f"Further metrics (docs/metrics.md): any of {', '.join(PROBE_GROUPS)}.", identity=False)
-    compiled: bool = key(
-        False, "Reduce rows of more than 64 keys by compiled code: faster where sequences are long.", identity=False
-    )
 
 
 @dataclass

@@ -50,8 +50,6 @@ class AttentionProbe:
         queries: measure so many rows of each image, evenly spread, or ``"all"``; always against all keys
             (:mod:`qkexp.probe.sample`). A frame of a part is ``subsampled``.
         groups: further metrics, any of :data:`qkexp.probe.metrics.GROUPS`.
-        compiled: reduce rows of more than 64 keys by code that torch.compile makes at the first frame, in some
-            seconds; it pays for itself in long runs with long sequences (docs/probe.md).
         optimizer: yours, or several, for the group ``adam``.
         adapters: your own, asked before the built-in ones (docs/probe.md).
         strict: a module that looks like attention and shows none is an error, not a warning.
@@ -78,7 +76,6 @@ class AttentionProbe:
         images: int | str = "all",
         queries: int | str = "all",
         groups: Sequence[str] = (),
-        compiled: bool = False,
         *,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = (),
         adapters: Sequence[type[Adapter] | Adapter] = (),
@@ -87,7 +84,7 @@ class AttentionProbe:
     ):
         _check_arguments(every, images, queries, groups)
         self.every, self.groups, self.strict, self.allow_missing = every, tuple(groups), strict, allow_missing
-        self._reducer = Reducer(images, queries, self.groups, compiled)
+        self._reducer = Reducer(images, queries, self.groups)
         self.optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer or ())
         self.gradients = "gradients" in self.groups
         self.spent = 0.0

@@ -26,7 +26,6 @@ class Reducer:
     images: int | str
     queries: int | str
     groups: tuple[str, ...]
-    compiled: bool
     turn: int = 0  # counts probed steps: which queries are measured, where not all are, depends on it
     subsampled: bool = False  # whether something of this step was left out
 
@@ -89,15 +88,7 @@ class Reducer:
             q = [of_rows(x, chosen) for x in q]
             bias, mask = ([x if x is None else of_rows(_four(x), chosen) for x in each] for each in (bias, mask))
         stats = layer_stats(
-            q,
-            k,
-            scales,
-            bias=bias,
-            mask=mask,
-            cap=spec.cap,
-            score_dtype=spec.dtype,
-            groups=self.groups,
-            fused=self.compiled,
+            q, k, scales, bias=bias, mask=mask, cap=spec.cap, score_dtype=spec.dtype, groups=self.groups
         )
         stats |= raw_norms("q", [c.q_length for c in captures], stats)
         stats |= raw_norms("k", [c.k_length for c in captures], stats)

@@ -6,10 +6,9 @@ y = c − max c ≤ 0: never log(p + eps), never negative, exact at one-hot and 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,7 +53,6 @@ def row_stats(
     mask: Tensor | None = None,
     cap: float | None = None,
     groups: Sequence[str] = (),
-    fused: bool = False,
 ) -> Rows:
     """Row statistics of softmax(mask(cap(q·k + bias))), chunk by chunk over images and heads.
 
@@ -64,7 +62,6 @@ def row_stats(
             head's after the other's, so keys are not copied.
         bias, mask, cap: as :func:`attention_stats` takes them.
         groups: which of ``sink`` and ``bound`` (:mod:`qkexp.probe.metrics`) to add.
-        fused: reduce long rows without bias, mask, cap and groups by code that torch.compile makes, in two passes.
     """
     (B, H, N, d), (_, keyed, M, _) = q.shape, k.shape
     length = H // keyed * N  # rows of a key head
@@ -87,10 +84,7 @@ def row_stats(
         if M <= SHORT:  # keys first: reductions of short rows idle, reductions over the first axis do not
             z, spare, dim = spare.view(M, size, rows).copy_(z.permute(2, 0, 1)), scores.view(M, size, rows), 0
             hidden = None if hidden is None else hidden.permute(2, 0, 1)
-        if fused and dim == -1 and hidden is None and cap is None and not groups:
-            parts.append(_fused_chunk(z, unit))
-        else:
-            parts.append(_chunk(z, spare, hidden, cap, dim, unit, groups))
+        parts.append(_chunk(z, spare, hidden, cap, dim, unit, groups))
     out = {name: torch.cat([part[name].flatten() for part in parts]).view(B, H, N) for name in parts[0]}
     keys = float(M) if seen is None else seen.sum(-1).float()
     if "spread" in out:
@@ -204,30 +198,6 @@ def _nonfinite(z: Tensor, low: Tensor, top: Tensor, hidden: Tensor | None, dim: 
         return torch.zeros_like(top)
     strange = z.isfinite().logical_not_()
     return (strange if hidden is None else strange & ~hidden).sum(dim).to(top.dtype)
-
-
-def _fused_chunk(z: Tensor, unit: float) -> dict[str, Tensor]:
-    """:func:`_chunk` without masks and caps; z (b, N, M) is left as it is."""
-    with torch.compiler.set_stance("default"):  # the probe runs compiled models in eager mode meanwhile
-        low, mean, top, total, mean_y = _compiled()(z, unit)
-    entropy = F.threshold(total.log() - mean_y, ZERO, 0.0)
-    broken = _nonfinite(z, low, top, None, -1)
-    top, mean, low = (x / unit for x in (top, mean, low))
-    return {"entropy": entropy, "peak": 1.0 / total, "top": top, "mean": mean, "low": low, "broken": broken}
-
-
-@functools.cache
-def _compiled() -> Callable[[Tensor, float], tuple[Tensor, ...]]:
-    return torch.compile(_passes, dynamic=True)
-
-
-def _passes(z: Tensor, unit: float) -> tuple[Tensor, ...]:
-    """(…, M) scores times ``unit`` -> low, mean and top of them, S = Σ e^y, and T / S with T = Σ y e^y, nats."""
-    top = z.amax(-1)
-    y = (z - top.unsqueeze(-1)).clamp_min(UNDERFLOW * unit)
-    e = torch.exp2(y)
-    total = e.sum(-1)
-    return z.amin(-1), z.mean(-1), top, total, (e * y).sum(-1) / (total * unit)
 
 
 def _mean(z: Tensor, hidden: Tensor | None, dim: int) -> Tensor:

@@ -72,12 +72,11 @@ def layer_stats(
     cap: float | None = None,
     score_dtype: torch.dtype | None = None,
     groups: Sequence[str] = (),
-    fused: bool = False,
 ) -> dict[str, Tensor]:
     """:func:`attention_stats` of several layers of one shape in one call: metric -> (layers, H).
 
     ``score_dtype`` is the kernel's, None for that of q. A bias or mask is that of every layer, or one a layer in a
-    list. ``fused``: :func:`row_stats`. A non-finite value of a key counts in every head that the key serves. Beside the
+    list. A non-finite value of a key counts in every head that the key serves. Beside the
     metrics stand ``q_length_mean``, ``q_length_max`` and those of k, which the other's non-finite values do not spoil;
     and under a mask ``seen`` (2, layers, H), rows with an unmasked key, and rows with more than one.
     """
@@ -88,7 +87,7 @@ def layer_stats(
         (qf, kf), (q_norm, k_norm), (q_bad, k_bad) = zip(*(_magnitudes(x) for x in (q, k)), strict=True)
         scales = torch.stack([_scale(s, H, qf.device) for s in scale])  # (L, H)
         qf.view(L, B, H, -1).mul_(scales.view(L, 1, H, 1))
-        rows = _rows(qf, kf, biases, masks, cap, groups, fused)
+        rows = _rows(qf, kf, biases, masks, cap, groups)
         if served > 1:
             k_norm, k_bad = k_norm.repeat_interleave(served, 1), k_bad.repeat_interleave(served, 1)
         out = _reduce_rows(rows, L)
@@ -124,11 +123,10 @@ def _rows(
     masks: list[Tensor | None],
     cap: float | None,
     groups: Sequence[str],
-    fused: bool,
 ) -> Rows:
     """Row statistics of all layers: in one call where no layer has a bias or mask of its own."""
     if all(x is None for x in (*biases, *masks)):
-        return row_stats(q, k, cap=cap, groups=groups, fused=fused)
+        return row_stats(q, k, cap=cap, groups=groups)
     each = zip(q.chunk(len(biases)), k.chunk(len(biases)), biases, masks, strict=True)
     return joined([row_stats(a, b, bias=bias, mask=mask, cap=cap, groups=groups) for a, b, bias, mask in each])
 

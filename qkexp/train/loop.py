@@ -71,7 +71,7 @@ def train(
     data = data.to_device(cfg)
     p = cfg.probe
     updater = Updater(model, cfg.optim, steps)
-    probe = AttentionProbe(model, p.every, p.images, p.queries, p.groups, p.compiled, optimizer=updater.optimizers)
+    probe = AttentionProbe(model, p.every, p.images, p.queries, p.groups, optimizer=updater.optimizers)
     scaler = loss_scaler(cfg.precision, cfg.device)
     dtypes = measure(model, first_images.to(updater.flat), cfg)
     forward = torch.compile(model) if cfg.compile else model

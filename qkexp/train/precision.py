@@ -32,14 +32,13 @@ def check_machine(cfg: RunConfig) -> None:
     """Refuse what this machine cannot do, before a run starts.
 
     Raises:
-        ConfigError: cuda without a device, or ``compile`` or ``probe.compiled`` on a CPU without a C++ compiler.
+        ConfigError: cuda without a device, or ``compile`` on a CPU without a C++ compiler.
     """
     device = choose_device(cfg.device)
-    wanted = "compile" if cfg.compile else "probe.compiled" if cfg.probe.compiled else None
-    if wanted and device == "cpu":
+    if cfg.compile and device == "cpu":
         compilers = [os.environ.get("CXX"), "g++", "clang++"]
         if not any(c and shutil.which(c) for c in compilers):
-            raise ConfigError(wanted, True, "false (torch.compile needs a C++ compiler on CPU: g++ or clang++)")
+            raise ConfigError("compile", True, "false (torch.compile needs a C++ compiler on CPU: g++ or clang++)")
 
 
 def warnings(cfg: RunConfig) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -86,9 +85,6 @@ def _shares(side: int, bound: float, effort: Effort) -> Iterator[Figure]:
     step = make_step(model, cfg)
     probes = {"everything": AttentionProbe(model), "images=2": AttentionProbe(model, images=2)}
     probes["queries=64"] = AttentionProbe(model, queries=64)
-    if shutil.which("g++") or shutil.which("clang++"):
-        probes["everything, compiled"] = AttentionProbe(model, compiled=True)
-        probes["images=2, compiled"] = AttentionProbe(model, images=2, compiled=True)
     plain, idle = PlainHooks(model), AttentionProbe(model, every=0)
     ways: dict[str, Callable[[], Any]] = {
         "off": nullcontext,
@@ -131,9 +127,6 @@ def _shares(side: int, bound: float, effort: Effort) -> Iterator[Figure]:
     yield figure("everything", "everything at every step", bound)
     yield figure("images=2", "images=2", 0.04)
     yield figure("queries=64", "queries=64", None)
-    if "everything, compiled" in ways:
-        yield figure("everything, compiled", "everything at every step, compiled=true", bound)
-        yield figure("images=2, compiled", "images=2, compiled=true", 0.04)
     yield figure("everything", f"every={EVERY}, on average", 0.01, 1.0 / EVERY)
     yield figure("idle", "hooks of a step that is not probed", None)
     yield figure("plain hooks", "plain hooks", None)

@@ -218,9 +218,8 @@ def test_a_compiled_run_gives_the_losses_and_frames_of_an_eager_one_within_round
         assert compiled.attention[metric].tolist() == pytest.approx(eager.attention[metric].tolist(), rel=1e-3)
 
 
-@pytest.mark.parametrize("key", ["compile", "probe.compiled"])
-def test_compile_without_a_compiler_is_refused_before_anything_starts(key, monkeypatch):
-    cfg = config(f"{key}=true")
+def test_compile_without_a_compiler_is_refused_before_anything_starts(monkeypatch):
+    cfg = config("compile=true")
     monkeypatch.setattr("qkexp.train.precision.shutil.which", lambda _: None)
-    with pytest.raises(ConfigError, match=f"^{key}: .*compiler"):
+    with pytest.raises(ConfigError, match="compiler"):
         check_machine(cfg)
