@@ -297,7 +297,8 @@ def _ready(plan: Plan, todo: Sequence[Planned], *, alone: bool) -> Launcher:
 
         warm_up()
     from qkexp.model.vit import check_sizes
-    from qkexp.sweep.launch import cores, make_launcher
+    from qkexp.sweep.launch import cores
+    from qkexp.sweep.launchers import make_launcher
     from qkexp.train.data import prepare
     from qkexp.train.precision import check_machine, warnings
 

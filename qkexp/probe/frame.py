@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,10 +57,24 @@ class Frame:
         return out
 
     def all_reduce(self, group: ProcessGroup | None = None) -> Frame:
-        """The frame of all ranks, each metric by its own reduction (:func:`qkexp.probe.parts.all_reduce`)."""
+        """The frame of all ranks, each metric by its own reduction, the same on each; every rank must call it.
+
+        Raises:
+            ValueError: a rank measured other layers.
+        """
         from qkexp.probe.parts import all_reduce  # not at import: who reads run directories does not wait for torch
 
-        return all_reduce(self, group)
+        places = sorted(
+            (layer, place, g) for g, each in enumerate(self.groups) for place, layer in enumerate(each.layers)
+        )
+        shards = []
+        for layer, place, g in places:
+            own = self.groups[g]
+            seen = None if own.seen is None else own.seen[:, place]
+            shards.append((self.names[layer], own.values[:, place], own.rows, seen))
+        whole = all_reduce(shards, self.metrics, group)
+        reduced = (Group((layer,), *found) for (layer, *_), found in zip(places, whole, strict=True))
+        return replace(self, groups=tuple(reduced))
 
     def to_pandas(self) -> pd.DataFrame:
         """A row a layer and head: step, phase, layer, module, head, the metrics, and ``subsampled`` where it is."""

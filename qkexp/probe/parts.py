@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qkexp.probe.frame import Frame, Group
 from qkexp.probe.metrics import BY_NAME, NAMES
 
 
@@ -64,21 +62,25 @@ def _mean(part: Tensor, weight: Tensor) -> Tensor:
     return torch.where(weight == 0.0, 0.0, part * weight).sum(0) / weight.sum(0)
 
 
-def all_reduce(frame: Frame, group: dist.ProcessGroup | None = None) -> Frame:
-    """The frame of all ranks, the same on each; every rank must call it.
+Shard = tuple[str, Tensor, int, Tensor | None]  # a layer's name, values (metric, head), rows, and ``seen`` (2, head)
 
-    Names and counts travel first, then all values at once. Ranks may have had batches of unlike sizes.
+
+def all_reduce(
+    layers: Sequence[Shard], metrics: Sequence[str], group: dist.ProcessGroup | None = None
+) -> list[tuple[Tensor, int, Tensor]]:
+    """Layers of this rank -> those of all ranks, the same on each: (metric, 1, head), rows, (2, 1, head).
+
+    Every rank must call it. Names and counts travel first, then all values at once. Ranks may have had batches of
+    unlike sizes.
 
     Raises:
         ValueError: a rank measured other layers.
     """
-    layers = [(layer, g, place) for g in frame.groups for place, layer in enumerate(g.layers)]
-    layers.sort(key=lambda each: each[0])
-    own = [torch.cat([g.values[:, place], _seen(g, place)]) for _, g, place in layers]  # (metric + 2, head) each
+    own = [torch.cat([values, _seen(values, rows, seen)]) for _, values, rows, seen in layers]  # (metric + 2, head)
     shapes = [x.shape for x in own]
-    names = [frame.names[layer] for layer, _, _ in layers]
+    facts = [name for name, *_ in layers], [tuple(s) for s in shapes], [rows for _, _, rows, _ in layers]
     everyone: list[object] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (names, [tuple(s) for s in shapes], [g.rows for _, g, _ in layers]), group=group)
+    dist.all_gather_object(everyone, facts, group=group)
     described = [e for e in everyone if isinstance(e, tuple)]
     if any(e[:2] != described[0][:2] for e in described):
         raise ValueError("ranks measured unlike layers: their frames cannot be combined")
@@ -86,18 +88,17 @@ def all_reduce(frame: Frame, group: dist.ProcessGroup | None = None) -> Frame:
     gathered = [torch.empty_like(mine) for _ in described]
     dist.all_gather(gathered, mine, group=group)
     ranks = [x.split([s.numel() for s in shapes]) for x in gathered]  # (rank, layer)
-    groups = []
-    for i, (layer, _, _) in enumerate(layers):
+    out = []
+    for i in range(len(layers)):
         rows, parts = [e[2][i] for e in described], [rank[i].view(shapes[i]).unsqueeze(1) for rank in ranks]
         seen = [part[-2:] for part in parts]
-        values = combine([part[:-2] for part in parts], rows, frame.metrics, seen)
-        groups.append(Group((layer,), values, sum(rows), torch.stack(seen).sum(0)))
-    return replace(frame, groups=tuple(groups))
+        out.append((combine([part[:-2] for part in parts], rows, metrics, seen), sum(rows), torch.stack(seen).sum(0)))
+    return out
 
 
-def _seen(group: Group, place: int) -> Tensor:
+def _seen(values: Tensor, rows: int, seen: Tensor | None) -> Tensor:
     """What :func:`combine` takes as ``seen``, of one layer and as wide as its values: (2, head)."""
-    found = group.values.new_full((2, group.values.shape[-1]), float(group.rows))
-    if group.seen is not None:
-        found[:, -group.seen.shape[-1] :] = group.seen[:, place]
+    found = values.new_full((2, values.shape[-1]), float(rows))
+    if seen is not None:
+        found[:, -seen.shape[-1] :] = seen
     return found

@@ -9,7 +9,8 @@ from typing import Any
 
 from qkexp.compose import Sweep
 from qkexp.config import RunConfig, as_dict, to_typed
-from qkexp.sweep.launch import LocalLauncher, make_launcher
+from qkexp.sweep.launch import LocalLauncher
+from qkexp.sweep.launchers import make_launcher
 from qkexp.sweep.plan import Planned
 from qkexp.sweep.status import State, duration, step_seconds
 from qkexp.sweep.warm import context

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from qkexp.config import as_dict
 from qkexp.record.files import read_json
@@ -252,11 +252,3 @@ def gpu_count() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def make_launcher(name: str, options: dict[str, Any]) -> Launcher:
-    """A launcher by the name of its config, ``hydra/launcher=NAME``, with the keys of that config."""
-    from qkexp.sweep.remote import REMOTE
-
-    launchers: dict[str, Callable[..., Launcher]] = {"local": LocalLauncher, **REMOTE}
-    return launchers[name](**options)

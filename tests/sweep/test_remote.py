@@ -15,7 +15,8 @@ from qkexp import load_run
 from qkexp.compose import compose_sweep
 from qkexp.config import ConfigError, UserError
 from qkexp.sweep import remote
-from qkexp.sweep.launch import LocalLauncher, make_launcher
+from qkexp.sweep.launch import LocalLauncher
+from qkexp.sweep.launchers import make_launcher
 from qkexp.sweep.status import state_of
 
 TIMES = ["step_seconds", "probe_seconds", "eval_seconds"]
