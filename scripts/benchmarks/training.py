@@ -116,10 +116,10 @@ def clocks() -> Iterator[dict[str, list[float]]]:
             stop("forward")
 
     @contextmanager
-    def probing(*args: Any) -> Iterator[None]:
+    def probing(*args: Any, **kwargs: Any) -> Iterator[None]:
         """The probe's part, though it measures nothing here: what is outside is meant without it."""
         began_at = time.perf_counter()
-        with real_step(*args):
+        with real_step(*args, **kwargs):
             entered = time.perf_counter()
             yield
             left = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,11 @@ import pytest
 
 FAULTS = Path(__file__).parents[1] / "faults"
 MICRO = ["tracker=none", "optim.warmup=5", "train.batch_size=16", "model.width=16", "model.depth=2", "model.heads=2"]
+
+
+def heed_interrupts() -> None:
+    """Where the tests run in the background of a shell, their processes would be born deaf to Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Command:
@@ -32,6 +38,7 @@ class Command:
             stderr=subprocess.STDOUT,
             text=True,
             env=env,
+            preexec_fn=heed_interrupts,
         )
         self._started.append(process)
         return process
