@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -53,6 +54,10 @@ class Command:
         for process in self._started:
             process.kill()
             process.wait()
+        for line in Path("/proc").glob("[0-9]*/cmdline"):  # jobs are nobody's children
+            with contextlib.suppress(OSError):
+                if f"{self.folder}/".encode() in line.read_bytes():
+                    os.kill(int(line.parent.name), signal.SIGKILL)
 
 
 @pytest.fixture
