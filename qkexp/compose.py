@@ -28,20 +28,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from qkexp.config import (
-    DATA_SETS,
-    BisectConfig,
-    ConfigError,
-    ExperimentConfig,
-    Key,
-    RunConfig,
-    UserError,
-    accepted,
-    check,
-    check_launcher,
-    check_value,
-    keys,
-)
+from qkexp.checks import accepted, check, check_launcher, check_value
+from qkexp.config import DATA_SETS, BisectConfig, ConfigError, ExperimentConfig, Key, RunConfig, UserError, keys
 
 ROOT_CONFIG = "train"
 

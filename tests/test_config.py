@@ -7,20 +7,10 @@ import re
 import pytest
 import yaml
 
+from qkexp.checks import check
 from qkexp.compose import compose_sweep, options
-from qkexp.config import (
-    ConfigError,
-    RunConfig,
-    UserError,
-    as_dict,
-    check,
-    identity,
-    identity_keys,
-    keys,
-    run_name,
-    to_typed,
-    variant,
-)
+from qkexp.config import ConfigError, RunConfig, UserError, as_dict, identity, identity_keys, keys, to_typed
+from qkexp.naming import run_name, variant
 
 
 def one(*overrides: str) -> RunConfig:

@@ -11,6 +11,12 @@ A claim is a mapping in the experiment's ``expect.claims``:
     is        comparison and bound: "< 1.3", ">= 2", "== diverged"
     source    where the claim comes from
 
+A claim about what is computed over several runs (a fit, an order, a sensitivity) is one about the table that a
+figure plots (its CSV):
+
+    figure    its name; where: values of its columns; metric: the column; reduce: min, max, mean, median, first, last,
+              or every (default: each row must satisfy it)
+
 ``metric: stable`` is the sweep's verdict at a rate. ``at_this_size: not_shown`` declares beforehand that
 the small version does not bear a claim out in every run: it is measured and printed, and fails nothing.
 """
@@ -26,9 +32,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import yaml
 from rich.table import Table
 
+from qkexp.analysis.figures import FIGURES, DoesNotFit
 from qkexp.analysis.measures import measure
 from qkexp.analysis.sensitivity import MIN_SEEDS, TOO_FEW, stability
 from qkexp.config import UserError, flatten
@@ -44,8 +52,29 @@ OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
     "==": operator.eq,
 }
+TABLE_REDUCTIONS: dict[str, Callable[[list[Any]], Any]] = {
+    "min": lambda x: float(np.min(x)),
+    "max": lambda x: float(np.max(x)),
+    "mean": lambda x: float(np.mean(x)),
+    "median": lambda x: float(np.median(x)),
+    "first": lambda x: x[0],
+    "last": lambda x: x[-1],
+}
 REQUIRED = {"claim", "metric", "is"}
-OPTIONAL = {"where", "layer", "reduce", "over", "above", "before", "after", "seeds", "than", "minus", "source"}
+OPTIONAL = {
+    "where",
+    "layer",
+    "reduce",
+    "over",
+    "above",
+    "before",
+    "after",
+    "seeds",
+    "than",
+    "minus",
+    "source",
+    "figure",
+}
 KEYS = REQUIRED | OPTIONAL | {"at_this_size"}
 
 
@@ -85,6 +114,8 @@ def check(sweep: Sweep, spec: dict[str, Any]) -> Result:
             f"claim {spec.get('claim')!r}: {', '.join(sorted(unknown)) or 'claim, metric or is'} not understood"
         )
     compare, bound = _condition(spec)
+    if "figure" in spec:
+        return _check_figure(sweep, spec, compare, bound)
     where = spec.get("where", {})
     expected = [r for r in sweep.plan.get("runs", []) if r["name"] not in sweep.all]
     runs = [run for run in sweep.all.values() if _matches(run, where)]
@@ -99,6 +130,38 @@ def check(sweep: Sweep, spec: dict[str, Any]) -> Result:
             result.claim, result.value, result.bound, FAIL, result.count, f"unfinished: {', '.join(unfinished)}"
         )
     return result
+
+
+def _check_figure(sweep: Sweep, spec: dict[str, Any], compare: Callable, bound: Any) -> Result:
+    """A claim about a figure's table; a number that is not there is NaN, and holds nothing.
+
+    Raises:
+        UserError: there is no such figure, column or reduction.
+    """
+    name, column, reduce = spec["figure"], spec["metric"], spec.get("reduce", "every")
+    said = f"claim {spec['claim']!r}"
+    if name not in FIGURES:
+        raise UserError(f"{said}: figure: {name!r} is none; accepted: {', '.join(FIGURES)}")
+    if reduce not in ("every", *TABLE_REDUCTIONS):
+        raise UserError(f"{said}: reduce: {reduce!r} is none; accepted: every, {', '.join(TABLE_REDUCTIONS)}")
+    try:
+        rows = FIGURES[name](sweep).table
+    except DoesNotFit as reason:
+        return Result(spec["claim"], None, spec["is"], NOT_RUN, 0, f"figure {name}: {reason}")
+    where = spec.get("where", {})
+    missing = [c for c in (*where, column) if c not in rows.columns]
+    if missing:
+        raise UserError(f"{said}: {name} has no column {missing[0]!r}; accepted: {', '.join(rows.columns)}")
+    for condition, wanted in where.items():
+        rows = rows[rows[condition].isin(wanted if isinstance(wanted, list) else [wanted])]
+    if rows.empty:
+        return Result(spec["claim"], None, spec["is"], NOT_RUN, 0, f"{name} has no row where {where}")
+    values = [math.nan if pd.isna(value) else value for value in rows[column].tolist()]
+    if reduce != "every":
+        return _judge(spec, [(name, TABLE_REDUCTIONS[reduce](values))], compare, bound)
+    return _judge(
+        spec, [(f"row {row} of {name}", v) for row, v in zip(rows.index, values, strict=True)], compare, bound
+    )
 
 
 def _by_group(spec: dict[str, Any]) -> bool:

@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from qkexp.config import RunConfig, UserError, flatten, identity, keys, to_typed, variant
+from qkexp.config import RunConfig, UserError, flatten, identity, keys, to_typed
+from qkexp.naming import variant
 from qkexp.probe.frame import layer_values
 from qkexp.probe.metrics import BY_NAME, NAMES
 from qkexp.record.files import read_json

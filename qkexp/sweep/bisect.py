@@ -17,7 +17,8 @@ from itertools import pairwise
 
 from rich.table import Table
 
-from qkexp.config import UserError, variant
+from qkexp.config import UserError
+from qkexp.naming import variant
 from qkexp.sweep.plan import Plan, Planned
 
 MIN_SEEDS = 3

@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 
 from qkexp.compose import Sweep
-from qkexp.config import RunConfig, UserError, as_dict, identity, run_name
+from qkexp.config import RunConfig, UserError, as_dict, identity
+from qkexp.naming import run_name
 from qkexp.record.files import read_json, write_text
 from qkexp.sweep.provenance import code
 from qkexp.sweep.share import Shared, adopt, elsewhere

@@ -14,7 +14,8 @@ import yaml
 from qkexp.analysis.claims import FAIL, NOT_RUN, NOT_SHOWN, PASS, check, verify_sweep
 from qkexp.analysis.sensitivity import TOO_FEW, grad_growth, onset, stability
 from qkexp.compose import compose_sweep, options
-from qkexp.config import UserError, run_name
+from qkexp.config import UserError
+from qkexp.naming import run_name
 from qkexp.probe.frame import Frame, Group
 from qkexp.probe.metrics import NAMES
 from qkexp.record.load import load_sweep
@@ -213,3 +214,35 @@ def test_claims_of_every_experiment_are_understood() -> None:
 
             assert set(spec) <= KEYS
             _condition(spec)
+
+
+def of_figure(**keys: Any) -> dict[str, Any]:
+    return {"claim": "a line", "figure": "lr_sensitivity", "metric": "val_loss", "is": "<= 0.35", **keys}
+
+
+def test_a_claim_about_a_figure_is_judged_on_the_rows_that_it_plots(grid: Path) -> None:
+    sweep = load_sweep(grid)
+    where = {"kind": "median", "variant": "none", "lr": 0.01}
+    assert (check(sweep, of_figure(where=where)).verdict, check(sweep, of_figure(where=where)).value) == (
+        PASS,
+        pytest.approx(0.3),
+    )
+    runs = check(sweep, of_figure(where={"kind": "run", "variant": "none", "lr": 0.01}))
+    assert (runs.verdict, runs.value, runs.count) == (FAIL, pytest.approx(0.4), 3)
+    assert (
+        check(sweep, of_figure(where={"kind": "run", "variant": "none", "lr": 0.01}, reduce="median")).verdict == PASS
+    )
+
+
+def test_a_number_that_a_figure_does_not_have_bears_nothing_out(grid: Path) -> None:
+    sweep = load_sweep(grid)  # a median has no seed
+    assert check(sweep, of_figure(where={"kind": "median"}, metric="seed", **{"is": ">= 0"})).verdict == FAIL
+    assert check(sweep, of_figure(where={"variant": "l2"})).verdict == NOT_RUN
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"figure": "nosuch"}, {"metric": "nosuch"}, {"reduce": "p95"}, {"where": {"lrr": 1}}]
+)
+def test_a_claim_about_what_a_figure_has_not_is_refused(grid: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="accepted:"):
+        check(load_sweep(grid), of_figure(**wrong))

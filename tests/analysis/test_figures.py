@@ -21,7 +21,8 @@ from qkexp.analysis.figures.selection import DoesNotFit, cells, keys_per_row, mo
 from qkexp.analysis.figures.style import LOOKS, look
 from qkexp.analysis.figures.vit22b_panels import shown_layers, spread
 from qkexp.compose import compose_sweep, options
-from qkexp.config import UserError, run_name, to_typed
+from qkexp.config import UserError, to_typed
+from qkexp.naming import run_name
 from qkexp.probe.frame import Frame, Group
 from qkexp.probe.metrics import NAMES
 from qkexp.record.load import load_sweep

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from qkexp.compose import compose_sweep
-from qkexp.config import ConfigError, UserError, variant
+from qkexp.config import ConfigError, UserError
+from qkexp.naming import variant
 from qkexp.sweep.bisect import Bracket, ask, search
 from qkexp.sweep.plan import Plan
 

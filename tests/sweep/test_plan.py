@@ -13,7 +13,8 @@ import yaml
 
 from qkexp import cli, load_sweep
 from qkexp.compose import compose_sweep
-from qkexp.config import ConfigError, UserError, as_dict, identity, variant
+from qkexp.config import ConfigError, UserError, as_dict, identity
+from qkexp.naming import variant
 from qkexp.record.files import read_json, write_json
 from qkexp.sweep.plan import Plan, Planned
 
