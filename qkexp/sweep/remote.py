@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,7 +59,7 @@ class Job(Protocol):
     def cancel(self) -> None: ...
 
 
-class Remote:
+class Remote(ABC):
     """Submits jobs, watches them, and cancels them when the user or a crash says so."""
 
     where = "elsewhere"
@@ -70,8 +71,9 @@ class Remote:
         self.workers = workers or 1
         self.problems: list[str] = []
 
+    @abstractmethod
     def submit(self, shares: Sequence[Share]) -> Sequence[Job]:
-        raise NotImplementedError
+        """Hand a job for each share to whatever runs them."""
 
     def jobs(self, runs: int) -> int:
         """How many jobs for so many runs."""
@@ -140,7 +142,7 @@ class SubmititJob:
     def problem(self) -> str | None:
         if not self.job.done() or (error := self.job.exception()) is None:
             return None
-        return f"{str(error).strip().splitlines()[-1]} (log: {self.job.paths.stderr})"
+        return f"{last_line(error)} (log: {self.job.paths.stderr})"
 
     def cancel(self) -> None:
         self.job.cancel(check=False)
@@ -228,7 +230,7 @@ class RayJob:
         try:
             self.ray.get(self.reference, timeout=0)
         except Exception as error:
-            return str(error).strip().splitlines()[-1]
+            return last_line(error)
         return None
 
     def cancel(self) -> None:
@@ -257,6 +259,11 @@ class Ray(Remote):
             self.ray.init(address=self.address, log_to_driver=False, include_dashboard=False)
         task = self.ray.remote(num_cpus=self.threads, num_gpus=self.gpus or 0, max_retries=3)(Share.__call__)
         return [RayJob(self.ray, task.remote(replace(s, pool={**s.pool, "gpus": None}))) for s in shares]
+
+
+def last_line(error: BaseException) -> str:
+    """What an error that may hold a whole remote traceback says in the end; its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
 def library(name: str, launcher: str, extra: str) -> Any:

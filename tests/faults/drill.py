@@ -116,14 +116,19 @@ class Drill:
         reference = load_run(self.reference(run))
         where = f"{directory.parent.name}/{directory.name}"
         outcome = read_json(directory / "outcome.json") or {}
-        if outcome.get("status") not in FINISHED or not same(load_run(directory), reference):
-            self.lost.append(where)
-            print(f"  lost: {where}: {outcome.get('reason')}", flush=True)
+        if outcome.get("status") not in FINISHED:
+            self.lose(where, f"{outcome.get('status')}, {outcome.get('reason')}")
+        elif not same(load_run(directory), reference):
+            self.lose(where, "its rows are not those of an undisturbed run")
         log = (directory / "log.txt").read_text() if (directory / "log.txt").exists() else ""
         found = [m.end() for m in ENDED.finditer(log)]
         if len(found) > ends or (found and ends == 1 and "training " in log[found[0] :]):
             self.twice.append(where)
             print(f"  trained twice: {where}", flush=True)
+
+    def lose(self, where: str, why: str) -> None:
+        self.lost.append(where)
+        print(f"  lost: {where}: {why}", flush=True)
 
     def judge_sweep(self, plan: Plan) -> None:
         for run in plan.runs:
@@ -225,7 +230,7 @@ def kills_of_whole_sweeps(drill: Drill, count: int = 10) -> None:
 def six_jobs(drill: Drill) -> None:
     """One raises, one exits, one diverges, one is killed, one is named twice, one is fine; also those that vanish,
     hang or end in a fault of memory. Then the same command again."""
-    args = ["seed=0,1,2,3,4,5,6", "optim.lr=1e-3,0.001", "train.timeout=30"]
+    args = ["seed=0,1,2,3,4,5,6,7", "optim.lr=1e-3,0.001", "train.timeout=30"]
     faults = {
         1: ("raise", 50),
         2: ("exit", 50),
@@ -234,15 +239,20 @@ def six_jobs(drill: Drill) -> None:
         5: ("vanish", 50),
         6: ("hang", 50),
     }
-    process = drill.command("six", *args, faults=faults)
+    process = drill.command("six", *args, faults={**faults, 7: ("diverge", 0)})
     code = process.wait(300)
     drill.injected += len(faults)
     plan = drill.plan("six", *args)
     failed = [run.config.seed for run in plan.runs if outcome(plan, run).get("status") == "failed"]
     if code != 1 or failed != list(faults):
-        drill.lost.append(f"six: exit code {code}, failed {failed}")
+        drill.lose("six", f"exit code {code}, failed: seeds {failed}")
+    diverges = next(run for run in plan.runs if run.config.seed == 7)
+    if outcome(plan, diverges).get("status") != "diverged":
+        drill.lose("six", f"seed 7 has not diverged: {outcome(plan, diverges)}")
     drill.finish("six", *args)
-    drill.judge_sweep(plan)
+    for run in plan.runs:
+        if run is not diverges:  # which ended as it should, with rows of its own
+            drill.judge(plan.directory / run.name, run)
 
 
 def two_launches(drill: Drill, count: int = 3) -> None:
