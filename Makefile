@@ -21,7 +21,7 @@ reproduce: $(STAMP)  ## redraw the ViT-22B figure from real runs (about 8 minute
 	$(BIN)/qkexp reproduce
 
 test: $(STAMP)  ## run all tests
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 test-faults: $(STAMP)  ## kill, damage and crowd real sweeps, and count what is lost (under 15 minutes on two cores)
 	$(BIN)/python tests/faults/drill.py
