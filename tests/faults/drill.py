@@ -64,7 +64,8 @@ class Drill:
         return Plan.of(compose_sweep([*self.places(name), *overrides]))
 
     def places(self, name: str) -> list[str]:
-        return [*SMALL, f"output_dir={self.folder}", f"sweep_name={name}"]
+        # a folder of its own: sweeps of one folder share what they have finished, and then no fault would strike
+        return [*SMALL, f"output_dir={self.folder / name}", f"sweep_name={name}"]
 
     def pool(self, directory: Path, run: Planned, during: Callable[[], None] | None = None) -> int:
         """Train one run in a warm pool, while something happens to it."""
