@@ -123,7 +123,8 @@ def _grids(
         axes["optim.lr"] = ",".join(f"{rate:.4g}" for rate in rates)
     entries: Any = [{}] if first.runs is None else first.runs
     entries = OmegaConf.to_container(entries) if OmegaConf.is_config(entries) else entries
-    if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in entries):
+    none = entries == [] and "runs" not in given  # an experiment that calculates, and trains nothing
+    if not none and not (isinstance(entries, list) and entries and all(isinstance(e, dict) for e in entries)):
         raise ConfigError("runs", entries, "a list of {KEY: VALUES}, or null")
     for entry in entries:
         own = {**{k: v for k, v in axes.items() if k not in entry}, **entry}

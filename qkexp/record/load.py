@@ -145,6 +145,11 @@ class Sweep:
         """A row a run: directory, identity, status, identity keys (dotted) and final figures."""
         return pd.DataFrame([_summary(run) for run in self.all.values()])
 
+    @cached_property
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """What was computed from all of the runs, by name: a place for readers to keep it."""
+        return {}
+
     @property
     def plan(self) -> dict[str, Any]:
         return read_json(self.directory / "plan.json") or {}
@@ -173,7 +178,7 @@ def load_sweep(directory: str | Path) -> Sweep:
     found = {p.parent.name: Run(p.parent) for p in sorted(path.glob("*/config.yaml"))}
     if plan:
         found = {name: found[name] for name in (r["name"] for r in plan["runs"]) if name in found}
-    if not found:
+    if not found and not (plan and not plan["runs"]):  # an experiment may have none, and say so in its plan
         raise UserError(f"{path}: no runs here (a sweep directory holds one directory a run)")
     return Sweep(path, found)
 

@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
     overrides = list(options.overrides)
     name = overrides.pop(0) if overrides and "=" not in overrides[0] else "vit22b"
     plan = plan_of([f"experiment={name}", *overrides])
-    if options.quick:
+    if options.quick and plan.runs:
         seed = min(run.config.seed for run in plan.runs)
         plan = plan_of([f"experiment={name}", *(o for o in overrides if not o.startswith("seed=")), f"seed={seed}"])
     code = run_sweep(plan, options)

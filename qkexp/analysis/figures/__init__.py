@@ -12,6 +12,7 @@ from pathlib import Path
 
 from qkexp.analysis.figures.heatmaps import heatmaps
 from qkexp.analysis.figures.lr_sensitivity import lr_sensitivity
+from qkexp.analysis.figures.score_geometry import score_geometry
 from qkexp.analysis.figures.selection import DoesNotFit
 from qkexp.analysis.figures.style import Drawing, save
 from qkexp.analysis.figures.vit22b_panels import vit22b_panels
@@ -24,6 +25,7 @@ FIGURES: dict[str, Callable[[Sweep], Drawing]] = {
     "vit22b_panels": vit22b_panels,
     "lr_sensitivity": lr_sensitivity,
     "heatmaps": heatmaps,
+    "score_geometry": score_geometry,
 }
 log = logging.getLogger("qkexp")
 
