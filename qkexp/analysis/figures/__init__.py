@@ -10,12 +10,19 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from qkexp.analysis.figures.entropy_double_lr import entropy_double_lr
+from qkexp.analysis.figures.forced_logits import forced_logits
 from qkexp.analysis.figures.heatmaps import heatmaps
 from qkexp.analysis.figures.lr_sensitivity import lr_sensitivity
+from qkexp.analysis.figures.norms_or_cosine import norms_or_cosine
 from qkexp.analysis.figures.score_geometry import score_geometry
 from qkexp.analysis.figures.selection import DoesNotFit
+from qkexp.analysis.figures.sequence_length import sequence_length
 from qkexp.analysis.figures.style import Drawing, save
+from qkexp.analysis.figures.temperature_shock import temperature_shock
+from qkexp.analysis.figures.vit22b_order import vit22b_order
 from qkexp.analysis.figures.vit22b_panels import vit22b_panels
+from qkexp.analysis.figures.vit22b_start import vit22b_start
 from qkexp.config import UserError
 from qkexp.record.load import Sweep, load_sweep
 
@@ -26,6 +33,13 @@ FIGURES: dict[str, Callable[[Sweep], Drawing]] = {
     "lr_sensitivity": lr_sensitivity,
     "heatmaps": heatmaps,
     "score_geometry": score_geometry,
+    "vit22b_order": vit22b_order,
+    "entropy_double_lr": entropy_double_lr,
+    "temperature_shock": temperature_shock,
+    "forced_logits": forced_logits,
+    "norms_or_cosine": norms_or_cosine,
+    "sequence_length": sequence_length,
+    "vit22b_start": vit22b_start,
 }
 log = logging.getLogger("qkexp")
 
