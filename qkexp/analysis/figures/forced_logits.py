@@ -95,8 +95,8 @@ def _caption(runs: list[Run], chance: float | None) -> list[str]:
     level = "" if chance is None else f" Chance is {chance:.2f} nats."
     return [
         f"q and k of every layer pass a weightless RMSNorm, and the score is their product times κ / d: |z| cannot "
-        f"exceed κ, and comes near it. {model_text(one)}; peak learning rate {one.lr:g}; {recipe_text(one)}. Points: runs; "
-        f"line: their median.{level}",
+        f"exceed κ, and comes near it. {model_text(one)}; peak learning rate {one.lr:g}; {recipe_text(one)}. Points: "
+        f"runs; line: their median.{level}",
         "At the smallest κ attention is uniform: what the model reaches without choosing. Wortsman et al. force "
         "g(z) = √κ z / RMS(z) on q and k of a 10 M language model, and find the loss worse from about κ = 1e3 on.",
         unfinished_text(runs),

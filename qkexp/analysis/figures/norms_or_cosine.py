@@ -51,14 +51,13 @@ def norms_or_cosine(sweep: Sweep) -> Drawing:
             for metric, (label, *look) in kinds.items():
                 draw(axes, Panel(metric, "", "", name), table, [Arm(label, runs, *look)])
             axes.axhline(0.0, color="#999999", lw=0.6, zorder=1)
-            axes.set_ylim(auto=True)
             axes.set_ylabel("change of log₁₀ since the start")
             axes.set_title(f"({'abcd'[2 * row + column]}) {name} layer, {('largest pair', 'means')[row]}")
             axes.set_xlabel("step" if row else "")
-    for row in sheet.axes:
-        low, high = min(a.get_ylim()[0] for a in row), max(a.get_ylim()[1] for a in row)
+    for row, kinds in zip(sheet.axes, (PARTS, MEANS), strict=True):  # the layers on one scale
+        shown = table[table.metric.isin(kinds)]
         for axes in row:
-            axes.set_ylim(low, high)
+            axes.set_ylim(min(-0.2, shown.low.min()), 1.05 * shown.high.max())
     sheet.legend(handles([Arm(label, [], *look) for label, *look in {**PARTS, **MEANS}.values()]), 3)
     return Drawing(sheet.figure, table)
 
@@ -121,8 +120,8 @@ def _caption(runs: list[Run], rate: float, table: pd.DataFrame) -> list[str]:
         f"No norm, peak learning rate {rate:g}. {model_text(runs[0])}; {recipe_text(runs[0])}. Line: median of "
         f"{len(runs)} seeds; band: their range.",
         "a, b: of the pair that attains max |z|, log max |z| = log scale + log ‖q̂‖ + log ‖k̂‖ + log |cos|, exactly. "
-        "c, d: mean lengths, and the mean over rows of (max − mean) of z over scale and mean lengths. The start is the mean "
-        "of the first 5 % of steps.",
+        "c, d: mean lengths, and the mean over rows of (max − mean) of z over scale and mean lengths. The start is the "
+        "mean of the first 5 % of steps.",
         f"Medians over seeds: {'; '.join(said)}. Saturation: the layer's attn max ≥ {SATURATED:g}.",
         unfinished_text(runs),
     ]

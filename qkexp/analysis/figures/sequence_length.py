@@ -54,8 +54,8 @@ def sequence_length(sweep: Sweep) -> Drawing:
 def spread_at_start(keys: tuple[int, ...], width: int, rows: int) -> pd.DataFrame:
     """Independent Gaussian q and k of d = ``width`` channels: a row a number of keys N.
 
-    ``std`` is that of a row's logits about their mean, ``largest`` the mean over rows of their maximum; over std it is to
-    be compared with √(2 ln N), which it approaches from below.
+    ``std`` is that of a row's logits about their mean, ``largest`` the mean over rows of their maximum; over std it is
+    to be compared with √(2 ln N), which it approaches from below.
     """
     draw = np.random.default_rng(0)
     out = []
@@ -137,13 +137,12 @@ def _legend(trained: pd.DataFrame) -> list[Line2D]:
 
 
 def _caption(runs: list[Run]) -> list[str]:
-    one = runs[0]
-    noise = NOISE
+    one, noise = runs[0], NOISE
+    patches = ", ".join(sorted({str(run.typed.model.patch) for run in runs}))
     return [
-        f"a: {noise['rows']} queries and N keys with independent Gaussian channels, d = {noise['width']}: the spread of a "
-        "row does not depend on N, its maximum grows like √(2 ln N).",
-        f"b–d: {model_text(one)}, patches of {', '.join(str(p) for p in sorted({r.typed.model.patch for r in runs}))} "  # type: ignore[type-var]
-        f"pixels; peak learning rate {one.lr:g}; {recipe_text(one)}. Points: runs; line: their median. SSMax starts as "
-        "plain attention: s = 1 / ln N.",
+        f"a: {noise['rows']} queries and N keys with independent Gaussian channels, d = {noise['width']}: the spread "
+        "of a row does not depend on N, its maximum grows like √(2 ln N).",
+        f"b–d: {model_text(one)}, patches of {patches} pixels; peak learning rate {one.lr:g}; "
+        f"{recipe_text(one)}. Points: runs; line: their median. SSMax starts as plain attention: s = 1 / ln N.",
         unfinished_text(runs),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,7 +21,12 @@ PANELS = (
     Panel("entropy_mean", "(c) attention entropy, first layer", "nats", "first"),
     Panel("entropy_mean", "(d) attention entropy, last layer", "nats", "last"),
 )
-LOOKS = (("#666666", "-", ""), ("#D55E00", (0, (4, 1.5)), "s"), ("#0072B2", (0, (1, 1.2)), "D"), ("#009E73", (0, (6, 2, 1, 2)), "^"))  # fmt: skip
+LOOKS: tuple[tuple[str, Any, str], ...] = (
+    ("#666666", "-", ""),
+    ("#D55E00", (0, (4, 1.5)), "s"),
+    ("#0072B2", (0, (1, 1.2)), "D"),
+    ("#009E73", (0, (6, 2, 1, 2)), "^"),
+)
 
 
 @styled
@@ -71,7 +77,7 @@ def _caption(arms: list[Arm], runs: list[Run]) -> list[str]:
     one = runs[0]
     return [
         f"{model_text(one)}, peak learning rate {one.lr:g}; {recipe_text(one)}. Line: median of "
-        f"{max(len(arm.runs) for arm in arms)} seeds; band: their range. Vertical lines: where scores begin to be divided "
-        "by τ, for the rest of the run (dotted: the end of the warm-up).",
+        f"{max(len(arm.runs) for arm in arms)} seeds; band: their range. Vertical lines: where scores begin to be "
+        "divided by τ, for the rest of the run (dotted: the end of the warm-up).",
         unfinished_text(runs),
     ]

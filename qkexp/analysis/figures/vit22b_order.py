@@ -1,4 +1,4 @@
-"""The order of events over a grid of thresholds: an order that one choice of thresholds shows may hang on the choice."""
+"""The order of events over a grid of thresholds: an order that one choice of them shows may hang on the choice."""
 
 from __future__ import annotations
 
@@ -128,11 +128,11 @@ def _caption(runs: list[Run], rate: float, table: pd.DataFrame) -> list[str]:
     said = "; ".join(f"{name}: {row['min']:.0%} to {row['max']:.0%}" for name, row in shares.iterrows())
     return [
         f"No norm, peak learning rate {rate:g}. {model_text(runs[0])}; {recipe_text(runs[0])}.",
-        f"Thresholds, small points to large: attn max {_list(ATTENTION)}; loss risen by {_list(TURN)} of the way from its "
-        f"smallest smoothed value to chance (0: the turn itself); gradient norm {_list(GRADIENT)} times its running "
-        f"minimum from step {GRAD_START}.",
-        f"On the right: the share of all combinations of thresholds, among those that all three links reach, in which the "
-        f"published order (attention, loss, gradient) holds. Over seeds: {said}.",
+        f"Thresholds, small points to large: attn max {_list(ATTENTION)}; loss risen by {_list(TURN)} of the way from "
+        f"its smallest smoothed value to chance (0: the turn itself); gradient norm {_list(GRADIENT)} times its "
+        f"running minimum from step {GRAD_START}.",
+        f"On the right: the share of all combinations of thresholds, among those that all three links reach, in which "
+        f"the published order (attention, loss, gradient) holds. Over seeds: {said}.",
     ]
 
 
