@@ -61,6 +61,7 @@ class Sweep:
     figures: list[str] | None
     rates: list[float] | None  # of a search for the critical rate; the runs are then those it may come to ask for
     runs: list[tuple[list[str], RunConfig]]
+    optional_data: bool = False  # without its data set there is nothing to reproduce, and nothing wrong
 
     @property
     def directory(self) -> Path:
@@ -104,6 +105,7 @@ def compose_sweep(overrides: Sequence[str], *, single: bool = False) -> Sweep:
         figures=list(first.figures) if first.figures is not None else None,
         rates=rates,
         runs=runs,
+        optional_data=first.optional_data and not any(o.key_or_group.split(".")[0] == "data" for o in parsed),
     )
 
 

@@ -53,6 +53,10 @@ class ConfigError(UserError):
         self.key, self.value, self.accepted = key, value, accepted
 
 
+class DataMissing(ConfigError):
+    """A data set is not on disk, and may not be fetched."""
+
+
 def key(
     default: Any,
     doc: str,
@@ -345,6 +349,9 @@ class ExperimentConfig(RunConfig):
     bisect: BisectConfig = field(default_factory=BisectConfig)
 
     expect: Any = key(None, "Claims that `qkexp verify` checks.", identity=False)
+    optional_data: bool = key(
+        False, "Without its data set `qkexp reproduce` says so in one line and exits with 0.", identity=False
+    )
     figures: Any = key(None, "Figures that `qkexp figures` draws; null = all that fit the runs.", identity=False)
 
 

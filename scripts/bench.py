@@ -56,8 +56,8 @@ MEANING = {
     "sweep": "sweep: seconds from the command to the start of the last five runs of 1,000, the others done; wall time "
     "of a stored sweep / (the sum of its runs' steps, probes and evaluations / workers), and what a run took beyond "
     "them.",
-    "figures": "figures: from an empty process to the last file of every figure that fits a stored sweep of 5 variants, "
-    "4 rates and 50 seeds, 1,000 steps, 12 layers, 12 heads; and the most memory that it takes.",
+    "figures": "figures: from an empty process to the last file of every figure that fits a stored sweep of 5 "
+    "variants, 4 rates and 50 seeds, 1,000 steps, 12 layers, 12 heads; and the most memory that it takes.",
 }
 
 
