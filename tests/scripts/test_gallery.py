@@ -49,7 +49,7 @@ def test_page_is_that_of_the_experiments(gallery: Any) -> None:
 def test_header_lines_go_on_and_what_is_missing_is_named(gallery: Any, tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     head = "# @package _global_\n# A title of\n# two lines.\n#\n#   command    qkexp reproduce x    (--quick)\n"
-    rest = "#   hardware   one core\n#   time       1 s\n#   expect     this\n#              and that\n#\n# A remark.\nrun: 1\n"
+    rest = "#   hardware   one core\n#   time       1 s\n#   expect     this\n#              and that\n#\n# A remark.\n"
     path.write_text(head + rest)
     e = gallery.Experiment.of(path)
     assert (e.title, e.header["expect"]) == ("A title of two lines.", "this and that")

@@ -52,7 +52,7 @@ def draw(directory: Path, names: list[str] | None = None) -> list[Path]:
         names: figures; None = those that the sweep's plan names, or all where it names none.
 
     Returns:
-        The PNGs. A figure that does not fit the runs is skipped with a message.
+        The PNGs. A figure that does not fit the runs is skipped, with a message where it was asked for or none fits.
 
     Raises:
         UserError: no runs there, or a name in ``names`` that is no figure.
@@ -61,15 +61,18 @@ def draw(directory: Path, names: list[str] | None = None) -> list[Path]:
     if unknown:
         raise UserError(f"{unknown[0]}: no such figure; accepted: {', '.join(FIGURES)}")
     sweep = load_sweep(directory)
-    chosen = names if names is not None else sweep.plan.get("figures") or list(FIGURES)
-    drawn = []
+    wanted = names if names is not None else sweep.plan.get("figures")
+    chosen, drawn, skipped = wanted or list(FIGURES), [], []
     for name in dict.fromkeys(chosen):
         try:
             if name not in FIGURES:
                 raise DoesNotFit("no such figure in this version")
             drawing = FIGURES[name](sweep)
         except DoesNotFit as reason:
-            log.warning("figure %s skipped: %s", name, reason)
+            skipped.append((name, reason))
             continue
         drawn.append(save(drawing, Path(directory) / "figures", name))
+    if wanted or not drawn:  # of all figures that there are, most are made for other experiments
+        for name, reason in skipped:
+            log.warning("figure %s skipped: %s", name, reason)
     return drawn
