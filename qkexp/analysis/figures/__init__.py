@@ -18,6 +18,7 @@ from qkexp.analysis.figures.norms_or_cosine import norms_or_cosine
 from qkexp.analysis.figures.score_geometry import score_geometry
 from qkexp.analysis.figures.selection import DoesNotFit
 from qkexp.analysis.figures.sequence_length import sequence_length
+from qkexp.analysis.figures.side_by_side import side_by_side
 from qkexp.analysis.figures.style import Drawing, save
 from qkexp.analysis.figures.temperature_shock import temperature_shock
 from qkexp.analysis.figures.vit22b_order import vit22b_order
@@ -40,6 +41,7 @@ FIGURES: dict[str, Callable[[Sweep], Drawing]] = {
     "norms_or_cosine": norms_or_cosine,
     "sequence_length": sequence_length,
     "vit22b_start": vit22b_start,
+    "side_by_side": side_by_side,
 }
 log = logging.getLogger("qkexp")
 

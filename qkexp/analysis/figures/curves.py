@@ -18,6 +18,14 @@ from qkexp.analysis.measures import series
 from qkexp.probe.metrics import BY_NAME
 from qkexp.record.load import Run
 
+# layers from the input to the output: dark to light, so that depth can be read in grey too
+DEPTHS: tuple[tuple[str, Any, str], ...] = (
+    ("#332288", "-", "o"),
+    ("#0072B2", (0, (4, 1.5)), "s"),
+    ("#009E73", (0, (6, 2, 1, 2)), "D"),
+    ("#E69F00", (0, (1, 1.2)), "^"),
+)
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -39,6 +47,11 @@ class Panel:
     unit: str
     layer: Any = None
     log: bool = False
+
+
+def some_layers(run: Run) -> list[int]:
+    """Places of the layers that are drawn, evenly from the first to the last."""
+    return np.unique(np.linspace(0, len(run.layers.layers) - 1, len(DEPTHS)).round().astype(int)).tolist()
 
 
 def samples(run: Run, metric: str, layer: Any = None) -> tuple[np.ndarray, np.ndarray]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from qkexp.analysis.figures.curves import Arm, Panel, curves, draw, handles
+from qkexp.analysis.figures.curves import DEPTHS, Arm, Panel, curves, draw, handles, some_layers
 from qkexp.analysis.figures.grouping import finished, groups
 from qkexp.analysis.figures.selection import (
     DoesNotFit,
@@ -22,13 +21,6 @@ from qkexp.analysis.figures.style import GREY, LEVEL_STYLE, Drawing, canvas, sty
 from qkexp.record.load import Run, Sweep
 from qkexp.train.outcome import WINDOW
 
-# from the input to the output: dark to light, so that depth can be read in grey too
-DEPTHS: tuple[tuple[str, Any, str], ...] = (
-    ("#332288", "-", "o"),
-    ("#0072B2", (0, (4, 1.5)), "s"),
-    ("#009E73", (0, (6, 2, 1, 2)), "D"),
-    ("#E69F00", (0, (1, 1.2)), "^"),
-)
 LOSS = Panel("loss", "training loss", f"nats ({WINDOW}-step mean)")
 
 
@@ -43,7 +35,7 @@ def entropy_double_lr(sweep: Sweep) -> Drawing:
     if not all(cells.values()):
         raise DoesNotFit("no probed steps at one of the rates")
     one = cells[rates[0]][0]
-    layers = np.unique(np.linspace(0, len(one.layers.layers) - 1, len(DEPTHS)).round().astype(int)).tolist()
+    layers = some_layers(one)
     panels = [Panel("entropy_mean", "attention entropy", "nats", layer) for layer in layers]
     sheet = canvas(2, 2, panel=(3.6, 2.0), paragraphs=_caption(cells), legend_rows=1, sharex=True)
     tables, top = [], 0.0
