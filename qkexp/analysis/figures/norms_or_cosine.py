@@ -104,7 +104,7 @@ def _summary(run: Run, table: pd.DataFrame, layer: int, name: str) -> list[dict[
         row |= {metric: float(mean[metric]) for metric in (*PARTS, *MEANS, "cosine")}
         row["cosine_start"] = float(table.cosine[table.step < healthy_steps(run.typed.train.steps)].mean())
         row["share_of_lengths"] = row["lengths"] / row["growth"] if row["growth"] else math.nan
-        row["residual"] = row["growth"] - row["lengths"] - row["alignment"] - float(mean["scale"])
+        row["residual"] = abs(row["growth"] - row["lengths"] - row["alignment"] - float(mean["scale"]))
         rows.append(row)
     return rows
 
