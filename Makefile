@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install reproduce test test-faults check bench clean
+.PHONY: help install reproduce test test-faults check bench gallery clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ check: $(STAMP)  ## lint, format and types
 
 bench: $(STAMP)  ## speed, as ratios measured side by side
 	$(BIN)/python scripts/bench.py
+
+gallery: $(STAMP)  ## docs/figures.md from the experiments and the finished sweeps under outputs
+	$(BIN)/python scripts/gallery.py
 
 clean:  ## remove the environment and caches; outputs stay
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -61,6 +61,7 @@ class Sweep:
     figures: list[str] | None
     rates: list[float] | None  # of a search for the critical rate; the runs are then those it may come to ask for
     runs: list[tuple[list[str], RunConfig]]
+    optional_data: bool = False  # without its data set there is nothing to reproduce, and nothing wrong
 
     @property
     def directory(self) -> Path:
@@ -104,6 +105,7 @@ def compose_sweep(overrides: Sequence[str], *, single: bool = False) -> Sweep:
         figures=list(first.figures) if first.figures is not None else None,
         rates=rates,
         runs=runs,
+        optional_data=first.optional_data and not any(o.key_or_group.split(".")[0] == "data" for o in parsed),
     )
 
 
@@ -123,7 +125,8 @@ def _grids(
         axes["optim.lr"] = ",".join(f"{rate:.4g}" for rate in rates)
     entries: Any = [{}] if first.runs is None else first.runs
     entries = OmegaConf.to_container(entries) if OmegaConf.is_config(entries) else entries
-    if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in entries):
+    none = entries == [] and "runs" not in given  # an experiment that calculates, and trains nothing
+    if not none and not (isinstance(entries, list) and entries and all(isinstance(e, dict) for e in entries)):
         raise ConfigError("runs", entries, "a list of {KEY: VALUES}, or null")
     for entry in entries:
         own = {**{k: v for k, v in axes.items() if k not in entry}, **entry}

@@ -53,6 +53,10 @@ class ConfigError(UserError):
         self.key, self.value, self.accepted = key, value, accepted
 
 
+class DataMissing(ConfigError):
+    """A data set is not on disk, and may not be fetched."""
+
+
 def key(
     default: Any,
     doc: str,
@@ -161,6 +165,11 @@ class AttentionConfig:
     backend: str = key(
         "auto", "Kernel; auto follows the fixed table.", identity=False, choices=("auto", "explicit", "sdpa", "flex")
     )
+    temperature: float = key(
+        1.0, "The score is divided by it, in the steps that the next two keys name.", above=0.0, below=3e38
+    )
+    temperature_from: int = key(0, "The first step with attention.temperature.", low=0)
+    temperature_until: int | None = key(None, "The first step without it again; null = to the end.", low=1)
 
 
 @dataclass
@@ -332,11 +341,17 @@ class ExperimentConfig(RunConfig):
     """What an experiment file may say beyond a run: more than one grid, a search, its claims and its figures."""
 
     runs: Any = key(
-        None, "Grids beside one another: a list of {KEY: VALUES}, each crossed with the axes.", identity=False
+        None,
+        "Grids beside one another: a list of {KEY: VALUES}, each crossed with the axes; [] in an experiment's file: "
+        "it trains nothing.",
+        identity=False,
     )
     bisect: BisectConfig = field(default_factory=BisectConfig)
 
     expect: Any = key(None, "Claims that `qkexp verify` checks.", identity=False)
+    optional_data: bool = key(
+        False, "Without its data set `qkexp reproduce` says so in one line and exits with 0.", identity=False
+    )
     figures: Any = key(None, "Figures that `qkexp figures` draws; null = all that fit the runs.", identity=False)
 
 

@@ -23,6 +23,7 @@ the small version does not bear a claim out in every run: it is measured and pri
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import re
@@ -145,7 +146,7 @@ def _check_figure(sweep: Sweep, spec: dict[str, Any], compare: Callable, bound: 
     if reduce not in ("every", *TABLE_REDUCTIONS):
         raise UserError(f"{said}: reduce: {reduce!r} is none; accepted: every, {', '.join(TABLE_REDUCTIONS)}")
     try:
-        rows = FIGURES[name](sweep).table
+        rows = _figure_table(sweep, name)
     except DoesNotFit as reason:
         return Result(spec["claim"], None, spec["is"], NOT_RUN, 0, f"figure {name}: {reason}")
     where = spec.get("where", {})
@@ -162,6 +163,13 @@ def _check_figure(sweep: Sweep, spec: dict[str, Any], compare: Callable, bound: 
     return _judge(
         spec, [(f"row {row} of {name}", v) for row, v in zip(rows.index, values, strict=True)], compare, bound
     )
+
+
+def _figure_table(sweep: Sweep, name: str) -> pd.DataFrame:
+    """What a figure plots; many claims about one draw it once."""
+    if name not in sweep.tables:
+        sweep.tables[name] = FIGURES[name](sweep).table
+    return sweep.tables[name]
 
 
 def _by_group(spec: dict[str, Any]) -> bool:
@@ -226,7 +234,10 @@ def _condition(spec: dict[str, Any]) -> tuple[Callable[[Any, Any], bool], Any]:
         raise UserError(
             f"claim {spec['claim']!r}: is: {spec['is']!r} is not a comparison ({', '.join(OPERATORS)}) and a bound"
         )
-    return OPERATORS[found.group(1)], yaml.safe_load(found.group(2))
+    bound = yaml.safe_load(found.group(2))
+    with contextlib.suppress(ValueError):  # YAML takes 1e-6 for a text
+        bound = float(bound) if isinstance(bound, str) else bound
+    return OPERATORS[found.group(1)], bound
 
 
 def _matches(run: Run, where: dict[str, Any]) -> bool:

@@ -25,7 +25,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from qkexp.config import identity
-from qkexp.record.load import Layers, Run, read_json
+from qkexp.record.layers import Layers
+from qkexp.record.load import Run, read_json
 from qkexp.record.run import write_json
 
 Mode = Literal["online", "offline"]
@@ -299,7 +300,7 @@ def _layer_rows(run: Run, table: pa.Table | None) -> dict[int, dict[str, float]]
     """step -> ``attn/L00/<metric>`` -> the layer's value, without those that are absent or no news."""
     if table is None:
         return {}
-    layers = Layers.of(table.to_pandas())
+    layers = Layers.of(table)
     config = run.config["attention"]
     names = [m for m in layers.values if m != "max_logit_capped" or config["softcap"] is not None]
     cube = np.stack([layers[m] for m in names], axis=-1)

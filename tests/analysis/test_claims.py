@@ -202,6 +202,13 @@ def test_claim_that_is_not_understood_is_an_error_and_not_a_pass(tmp_path: Path,
         check(load_sweep(tmp_path), {"claim": "c", "metric": "loss", "is": "< 1", **broken})
 
 
+def test_a_bound_in_scientific_notation_is_a_number(tmp_path: Path) -> None:
+    make(tmp_path, "none", 0.1, 0)  # a loss of 0.5
+    sweep = load_sweep(tmp_path)
+    verdicts = [check(sweep, {"claim": "c", "metric": "loss", "is": bound}).verdict for bound in ("< 1e-1", "< 1e1")]
+    assert verdicts == [FAIL, PASS]
+
+
 def test_claims_of_every_experiment_are_understood() -> None:
     for name in options("experiment"):
         composed = compose_sweep([f"experiment={name}", "seed=0"])

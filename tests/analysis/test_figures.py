@@ -398,6 +398,17 @@ def test_plan_chooses_figures_and_unfit_ones_are_skipped(tmp_path: Path, caplog:
     ]
 
 
+def test_of_figures_that_nobody_asked_for_only_those_that_fit_are_spoken_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_run(tmp_path)
+    assert "heatmaps" in {path.stem for path in draw(tmp_path)}
+    assert not caplog.records
+    make_run(tmp_path / "bare", probed=False)
+    assert draw(tmp_path / "bare") == []
+    assert "figure heatmaps skipped" in caplog.text
+
+
 def test_unknown_name_is_refused(tmp_path: Path) -> None:
     make_run(tmp_path)
     with pytest.raises(UserError, match=r"panels: no such figure; accepted: vit22b_panels, lr_sensitivity, heatmaps"):
@@ -409,7 +420,7 @@ def test_runs_that_differ_in_another_key_are_not_mixed(tmp_path: Path, name: str
     for batch_size in (32, 64):
         for lr in (1e-2, 1e-1):
             make_run(tmp_path, lr=lr, batch_size=batch_size)
-    with pytest.raises(DoesNotFit, match=r"train\.batch_size"):
+    with pytest.raises(DoesNotFit, match="it shows formulas" if name == "score_geometry" else r"train\.batch_size"):
         FIGURES[name](load_sweep(tmp_path))
 
 
