@@ -84,6 +84,16 @@ def series(run: Run, metric: str, layer: Any = None) -> np.ndarray:
     return smooth(values) if metric in SMOOTHED else values
 
 
+def largest(metric: str) -> Callable[[Run], float]:
+    """Of a run: the largest value of an attention metric over probed steps and layers; NaN where not measured."""
+
+    def of(run: Run) -> float:
+        values = run.layers.values.get(metric)
+        return float(np.nanmax(values)) if values is not None and np.isfinite(values).any() else math.nan
+
+    return of
+
+
 def layer_index(layer: Any, layers: int) -> int:
     """``first``, ``middle``, ``last`` or a number -> index."""
     named = {"first": 0, "middle": layers // 2, "last": layers - 1}

@@ -27,6 +27,7 @@ from qkexp.sweep.bisect import edges
 from qkexp.train.outcome import AT_CHANCE
 
 REFERENCE = "none"  # what other variants are compared with
+SIZE_KEYS = {"model.width", "model.depth", "model.heads", "model.name", "model.mlp_ratio"}
 
 
 def lr_sensitivity(losses: np.ndarray, start: np.ndarray | float) -> float:
@@ -146,12 +147,12 @@ def _line(
         starts,
         {j: row["stable"] for j, row in enumerate(said) if row is not None},
         float(np.median(known)) if known else math.nan,
-        _weights(ran[0]) if ran else math.nan,
+        weights(ran[0]) if ran else math.nan,
         missing,
     )
 
 
-def _weights(run: Run) -> float:
+def weights(run: Run) -> float:
     """Weights in the blocks' matrices, 12 · depth · width² (for an MLP four times as wide); NaN where timm decides."""
     model = run.typed.model
     if not model.depth or not model.width:

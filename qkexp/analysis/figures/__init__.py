@@ -10,10 +10,17 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from qkexp.analysis.figures.anatomy import anatomy
 from qkexp.analysis.figures.heatmaps import heatmaps
+from qkexp.analysis.figures.logit_scaling import logit_scaling
 from qkexp.analysis.figures.lr_sensitivity import lr_sensitivity
+from qkexp.analysis.figures.lr_sensitivity_sizes import lr_sensitivity_sizes
+from qkexp.analysis.figures.max_lr import max_lr
+from qkexp.analysis.figures.precision import precision
 from qkexp.analysis.figures.selection import DoesNotFit
+from qkexp.analysis.figures.spikes import spikes
 from qkexp.analysis.figures.style import Drawing, save
+from qkexp.analysis.figures.three_places import three_places
 from qkexp.analysis.figures.vit22b_panels import vit22b_panels
 from qkexp.config import UserError
 from qkexp.record.load import Sweep, load_sweep
@@ -24,6 +31,13 @@ FIGURES: dict[str, Callable[[Sweep], Drawing]] = {
     "vit22b_panels": vit22b_panels,
     "lr_sensitivity": lr_sensitivity,
     "heatmaps": heatmaps,
+    "max_lr": max_lr,
+    "lr_sensitivity_sizes": lr_sensitivity_sizes,
+    "logit_scaling": logit_scaling,
+    "precision": precision,
+    "anatomy": anatomy,
+    "three_places": three_places,
+    "spikes": spikes,
 }
 log = logging.getLogger("qkexp")
 
