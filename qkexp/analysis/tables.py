@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from rich import box
 from rich.table import Table
 
 from qkexp.analysis.figures.selection import DoesNotFit
@@ -19,18 +20,41 @@ from qkexp.record.files import write_text
 from qkexp.record.load import Sweep
 
 MIN_RATES = 3
-NOT_SHOWN = "–"
+ABSENT = "–"
+MEASURES = {"lrs": "LR sens.", "best_val_loss": "best loss"}
+
+Cells = dict[str, Callable[[dict[str, Any]], str]]  # title -> text of a row
+
+
+def number(value: Any) -> str:
+    """Three digits; a dash where nothing is known."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ABSENT
+    return f"{value:.3g}"
+
+
+def _with_interval(value: str, low: str, high: str) -> Callable[[dict[str, Any]], str]:
+    """``0.87 [0.70, 1.0]``, without the interval where it was refused."""
+
+    def text(row: dict[str, Any]) -> str:
+        known = not math.isnan(row[low])
+        return number(row[value]) + (f" [{number(row[low])}, {number(row[high])}]" if known else "")
+
+    return text
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A table: what makes its rows, which columns are shown (column -> title) beside keys that vary, what to know."""
+    """A table: what makes its rows, what is shown of one beside the keys that vary, and what to know about it.
+
+    ``words`` are titles of columns that hold text.
+    """
 
     title: str
     rows: Callable[[Sweep], pd.DataFrame]
-    shown: dict[str, str]
+    cells: Cells
+    words: tuple[str, ...]
     notes: tuple[str, ...]
-    words = ("variant", "against", "of", "largest stable rate")  # titles of columns that hold text
 
 
 TABLES = {
@@ -38,20 +62,18 @@ TABLES = {
         "sensitivity to the learning rate",
         summary,
         {
-            "variant": "variant",
-            "lrs": "LR sensitivity",
-            "lrs_low": "low",
-            "lrs_high": "high",
-            "lrs_constant": "… from chance",
-            "best_lr": "best rate",
-            "best_val_loss": "loss there",
-            "bracket": "largest stable rate",
-            "headroom": "headroom",
+            "LR sens.": _with_interval("lrs", "lrs_low", "lrs_high"),
+            "from chance": lambda row: number(row["lrs_constant"]),
+            "best rate": lambda row: number(row["best_lr"]),
+            "loss": _with_interval("best_val_loss", "best_low", "best_high"),
+            "headroom": lambda row: number(row["headroom"]),
+            "largest stable rate": lambda row: row["bracket"],
         },
+        ("largest stable rate",),
         (
-            "LR sensitivity: mean over the grid of min(ℓ, ℓ₀) − ℓ*, nats, of each seed, then over seeds (arXiv "
-            "2309.14322); ℓ₀ is the training loss of step 0, before the first update, or chance. 0 is also what a "
-            "model at chance everywhere has: read it beside the loss.",
+            "LR sens.: mean over the grid of min(ℓ, ℓ₀) − ℓ*, nats, of each seed, then over seeds (arXiv 2309.14322); "
+            "ℓ₀ is the training loss of step 0, before the first update, or chance. 0 is also what a model at chance "
+            "everywhere has: read it beside the loss, which is the median at the best rate.",
             f"Stable: median validation loss over {MIN_SEEDS} seeds or more near the best of the sweep. Headroom: "
             "largest stable rate over the variant's own best one; none where the grid does not hold the bracket.",
             METHOD["interval"],
@@ -61,16 +83,14 @@ TABLES = {
         "differences from the reference, paired by seed",
         comparisons,
         {
-            "variant": "variant",
-            "against": "against",
-            "measure": "of",
-            "difference": "difference",
-            "low": "low",
-            "high": "high",
-            "t_p": "p (t)",
-            "flip_p": "p (sign flip)",
-            "seeds": "seeds",
+            "against": lambda row: row["against"],
+            "of": lambda row: MEASURES[row["measure"]],
+            "difference": _with_interval("difference", "low", "high"),
+            "p (t)": lambda row: number(row["t_p"]),
+            "p (flip)": lambda row: number(row["flip_p"]),
+            "seeds": lambda row: str(row["seeds"]),
         },
+        ("against", "of"),
         (METHOD["t"], METHOD["flip"], "No correction for the number of comparisons. Best rates are of the same seeds."),
     ),
 }
@@ -119,8 +139,9 @@ def rich(kind: Kind, rows: pd.DataFrame) -> Table:
     """As the terminal shows it."""
     shown = _readable(kind, rows)
     out = Table(title=kind.title, title_justify="left", caption="\n".join(kind.notes), caption_justify="left")
+    out.box, out.padding, out.pad_edge = box.SIMPLE_HEAD, (0, 1, 0, 0), False
     for column in shown.columns:
-        text = column in kind.words
+        text = column in ("variant", *kind.words)
         out.add_column(column, justify="left" if text else "right", overflow="fold")
     for row in shown.itertuples(index=False):
         out.add_row(*row)
@@ -154,14 +175,10 @@ def remarks(rows: pd.DataFrame) -> list[str]:
 
 
 def _readable(kind: Kind, rows: pd.DataFrame) -> pd.DataFrame:
-    """Chosen columns under their titles, as text."""
-    keys = {c: c for c in rows.columns if "." in c}  # configuration keys that vary
-    first, *rest = kind.shown.items()
-    titles = dict([first, *keys.items(), *rest])
-    return pd.DataFrame({title: [_text(value) for value in rows[column]] for column, title in titles.items()})
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return NOT_SHOWN if math.isnan(value) else f"{value:.3g}"
-    return NOT_SHOWN if value is None else str(value)
+    """Variant, keys that vary, and the table's cells, as text."""
+    keys = [c for c in rows.columns if "." in c]
+    found = []
+    for row in rows.to_dict("records"):
+        shown = {"variant": row["variant"], **{key: str(row[key]) for key in keys}}
+        found.append({**shown, **{title: text(row) for title, text in kind.cells.items()}})  # type: ignore[arg-type]
+    return pd.DataFrame(found)

@@ -173,10 +173,10 @@ def test_parabola_is_numpys_and_its_slope_is_at_the_mean_of_x() -> None:
 
 def test_precision_names_types_and_tells_overflow_from_a_bad_loss(tmp_path: Path) -> None:
     for kind, z, ulp in (("fp32", 9e4, 2**-7), ("bf16", 9e4, 512.0), ("bf16_pure", 8e4, 512.0)):
-        make(tmp_path, f"precision={kind}", val=2.0, max_abs_logit=(10.0, z), score_ulp=(0.1, ulp))
+        make(tmp_path, f"precision={kind}", val=2.0, max_abs_logit=(10.0, z), max_logit=(9.0, z), score_ulp=(0.1, ulp))
     make(
         tmp_path, "precision=fp16", val=None, status="diverged", reason="nonfinite: loss is nan at step 9",
-        max_abs_logit=(10.0, 6e4), score_ulp=(0.1, 32.0),
+        max_abs_logit=(10.0, 9e4), max_logit=(10.0, 6e4), score_ulp=(0.1, 32.0),
     )  # fmt: skip
     table = table_of("precision", tmp_path)
     runs = table[table.kind == "run"].set_index("precision")
@@ -185,7 +185,9 @@ def test_precision_names_types_and_tells_overflow_from_a_bad_loss(tmp_path: Path
     assert math.isinf(runs.val_loss["fp16"])
     curves = table[table.kind == "curve"]
     assert set(curves.precision) == set(runs.index)
-    assert curves[curves.precision == "fp16"].max_abs_logit.max() == pytest.approx(6e4)
+    assert curves[curves.precision == "fp16"].max_abs_logit.max() == pytest.approx(9e4)
+    assert runs.steps_beyond["bf16"] == STEPS
+    assert runs.steps_beyond["fp16"] == 0, "a score under -65,504 is -inf, and only loses its weight"
 
 
 # ---------------------------------------------------------------- anatomy

@@ -181,7 +181,8 @@ def test_tables_are_written_as_csv_and_latex_with_what_is_not_known_left_out(tmp
     assert rows.lrs.tolist() == pytest.approx(summary(load_sweep(tmp_path)).lrs.tolist(), rel=1e-12)
     tex = (tmp_path / "tables" / "sensitivity.tex").read_text()
     assert "\\toprule" in tex
-    assert "none & 0.872 & – & – & 0.82" in tex
+    assert "none & 0.872 & 0.82" in tex
+    assert "& 0.01 & 0.21 & – & stable up to 0.1, the highest rate tried" in tex
     assert (tmp_path / "tables" / "paired.tex").exists()
 
 

@@ -55,7 +55,12 @@ def precision(sweep: Sweep) -> Drawing:
 
 
 def _table(sweep: Sweep) -> pd.DataFrame:
-    """Rows of kind run and median; ``overflows``: the run ended because something was not finite."""
+    """Rows of kind run and median.
+
+    ``overflows``: the run ended because something was not finite; ``steps_beyond``: probed steps with a score over
+    65,504 (z, not |z|: one of -inf only has no weight); ``resolution``: spacing of scores over the largest one;
+    ``skipped``: attempts of FP16 whose gradient overflowed.
+    """
     table = measured(
         sweep,
         {
@@ -64,6 +69,7 @@ def _table(sweep: Sweep) -> pd.DataFrame:
             "ulp": largest("score_ulp"),
             "val_loss": lambda run: run.final_val_loss,
             "overflows": lambda run: str((run.outcome or {}).get("reason", "")).startswith("nonfinite"),
+            "steps_beyond": _steps_beyond,
             "skipped": _skipped,
         },
     )
@@ -83,6 +89,11 @@ def name(precision: PrecisionConfig) -> str:
     if precision.weights == "bf16":
         return "bf16_pure"
     return "fp32" if precision.autocast == "none" else precision.autocast
+
+
+def _steps_beyond(run: Run) -> int:
+    values = run.layers.values.get("max_logit", np.zeros((0, 1)))
+    return int((np.nan_to_num(values, nan=-math.inf).max(axis=1, initial=-math.inf) > FP16_MAX).sum())
 
 
 def _skipped(run: Run) -> float:
