@@ -30,7 +30,7 @@ def anatomy(sweep: Sweep) -> Drawing:
     if table.arm.nunique() < 2:
         raise DoesNotFit("needs runs with two or more kinds of norm")
     panels = [
-        Panel("first_entropy", "entropy at step 0", "H / ln n, mean over layers", log=False),
+        Panel("first_entropy", "entropy at step 0", "H / ln n, mean over layers", log=False, limits=(0.0, 1.0)),
         Panel("first_logit", "score at step 0", "largest |z|"),
         Panel("max_abs_logit", "score in training", "largest |z|"),
         Panel("val_loss", "final validation loss", "nats", level=constant_loss(sweep.all.values())),

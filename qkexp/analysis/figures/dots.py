@@ -12,6 +12,7 @@ import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from qkexp.analysis.cells import group
 from qkexp.analysis.figures.selection import rows_of
@@ -19,6 +20,7 @@ from qkexp.analysis.figures.style import GREY, LEVEL_STYLE, look, plain_log_tick
 from qkexp.analysis.stability import ended
 from qkexp.record.load import Run, Sweep
 
+NARROW = 4.0  # high over low, below which a logarithmic axis takes ticks as a linear one does
 STRIP = 0.09  # of a panel's width, where runs without a number stand
 
 
@@ -31,6 +33,7 @@ class Panel:
     unit: str
     log: bool = True
     level: float | None = None
+    limits: tuple[float, float] | None = None  # of the axis, where values have natural ones
     blank: bool = False  # a run without a number has none to have, and nothing is drawn
 
 
@@ -75,7 +78,7 @@ def panel_row(row: np.ndarray, table: pd.DataFrame, arms: Sequence[Arm], panels:
         row: (panels,) of Axes.
         side: what the row has in common, written over its first panel.
     """
-    heights = _heights(arms)
+    table, heights = table[table.kind.isin(["run", "median"])], _heights(arms)
     for axes, panel in zip(row, panels, strict=True):
         low, edge = _scale(axes, table[panel.column], panel)
         if panel.level is not None and low <= panel.level <= edge:
@@ -126,6 +129,7 @@ def _scale(axes: Axes, values: pd.Series, panel: Panel) -> tuple[float, float]:
     """Set the axis; returns its lower end and where runs without a number stand."""
     known = values[np.isfinite(values) & ((values > 0) | (not panel.log))]
     low, high = (float(known.min()), float(known.max())) if len(known) else (0.1, 1.0)
+    low, high = panel.limits or (low, high)
     if panel.log:
         spread = max(high / low, 1.3)
         low, high = low / spread**0.06, high * spread**0.06
@@ -133,6 +137,9 @@ def _scale(axes: Axes, values: pd.Series, panel: Panel) -> tuple[float, float]:
         axes.set_xscale("log")
         axes.set_xlim(low, high * (high / low) ** STRIP)
         plain_log_ticks(axes.xaxis, low, high)
+        if high < NARROW * low:  # 1, 2, 5 would give one tick or none
+            axes.xaxis.set_major_locator(MaxNLocator(4))
+            axes.xaxis.set_minor_locator(NullLocator())
     else:
         spread = max(high - low, 0.1)
         low, high = low - 0.06 * spread, high + 0.06 * spread

@@ -151,7 +151,14 @@ def _label(variant: str) -> str:
     if variant in eps:
         return eps[variant]
     text = look(variant).label
-    return text.replace("rmsnorm", "RMSNorm,").replace("normdtype-compute", "its own dtype").replace("eps-", "eps ")
+    for code, word in (
+        ("rmsnorm", "RMSNorm,"),
+        ("normdtype-compute", "in its own dtype"),
+        ("eps-", "eps "),
+        ("0p", "0."),
+    ):
+        text = text.replace(code, word)
+    return text.replace("e-0", "e-")
 
 
 def _styles(table: pd.DataFrame) -> list[Artist]:

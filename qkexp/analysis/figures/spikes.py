@@ -33,7 +33,15 @@ def spikes(sweep: Sweep) -> Drawing:
     panels = [
         Panel("loss_score", "loss: spike score", "% of steps", log=False),
         Panel("grad_score", "gradient norm: spike score", "% of steps", log=False),
-        Panel("lag", "loss spike after gradient spike", "steps, median of the run's", log=False, level=0.0, blank=True),
+        Panel(
+            "lag",
+            "loss spike after gradient spike",
+            "steps, median of the run's",
+            log=False,
+            level=0.0,
+            limits=(-NEAR, NEAR),
+            blank=True,
+        ),
         Panel("val_loss", "final validation loss", "nats", level=constant_loss(sweep.all.values())),
     ]
     arms = _arms(table)
