@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from qkexp.analysis.cells import group
 from qkexp.analysis.figures.selection import rows_of
 from qkexp.analysis.figures.style import GREY, LEVEL_STYLE, look, plain_log_ticks
-from qkexp.analysis.stability import ended
+from qkexp.analysis.stability import MIN_SEEDS, ended
 from qkexp.record.load import Run, Sweep
 
 NARROW = 4.0  # high over low, below which a logarithmic axis takes ticks as a linear one does
@@ -57,7 +57,7 @@ def measured(sweep: Sweep, columns: dict[str, Callable[[Run], Any]]) -> pd.DataF
 
 
 def medians(table: pd.DataFrame, by: Sequence[str], columns: Iterable[str]) -> pd.DataFrame:
-    """Rows of kind run, and of kind median over seeds: a group's runs, with their number as ``seeds``.
+    """Rows of kind run, and of kind median over a group's seeds, with their number and whether it is ``enough`` (3).
 
     A loss of +inf (a run that ended early) counts as such; where a run has no number, the median is absent.
     """
@@ -66,7 +66,7 @@ def medians(table: pd.DataFrame, by: Sequence[str], columns: Iterable[str]) -> p
     for values, part in table.groupby(list(by), sort=False, dropna=False):
         row = dict(zip(by, values if isinstance(values, tuple) else (values,), strict=True))
         row |= {column: float(np.median(part[column])) for column in columns}
-        rows.append({**row, "kind": "median", "seeds": len(part)})
+        rows.append({**row, "kind": "median", "seeds": len(part), "enough": len(part) >= MIN_SEEDS})
     whole = pd.concat([known, pd.DataFrame(rows)], ignore_index=True)
     return whole.astype({"seed": "Int64"})
 

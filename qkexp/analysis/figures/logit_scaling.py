@@ -15,13 +15,14 @@ from qkexp.analysis.cells import group
 from qkexp.analysis.figures.selection import DoesNotFit, recipe_text, rows_of
 from qkexp.analysis.figures.style import Drawing, canvas, styled
 from qkexp.analysis.sensitivity import SIZE_KEYS, weights
-from qkexp.analysis.stability import ended
+from qkexp.analysis.stability import MIN_SEEDS, ended
 from qkexp.record.load import Run, Sweep
 from qkexp.train.outcome import WINDOW
 
 MARKERS = ("o", "s", "D", "^", "v", "P")
 FITTED = 4  # sizes: one more than the parabola's coefficients
-COLUMNS = ["kind", "lr", "weights", "seed", "logit", "status", "predicted", "factor", "slope", "curvature", "residual"]
+COLUMNS = ["kind", "lr", "weights", "seed", "logit", "status", "predicted", "factor", "slope", "curvature", "residual",
+           "enough"]  # fmt: skip
 
 
 @styled
@@ -72,7 +73,7 @@ def _table(runs: list[Run]) -> pd.DataFrame:
 
     Of a prediction: ``factor`` is the measured logit (geometric mean over seeds) over the predicted one, ``slope`` and
     ``curvature`` those of the parabola in log-log axes at the middle of the fitted sizes, ``residual`` the RMS of
-    log10 (run / fit).
+    log10 (run / fit); ``enough``: every size has three seeds or more.
     """
     rows: list[dict[str, Any]] = [
         {"kind": "run", "lr": r.lr, "weights": weights(r), "seed": r.seed, "logit": late_logit(r), "status": r.status}
@@ -93,7 +94,8 @@ def _table(runs: list[Run]) -> pd.DataFrame:
         row = {"kind": "prediction", "lr": rate, "weights": largest, "predicted": predicted}
         row |= {"logit": float(10 ** np.log10(large.logit).mean())}
         row |= {"factor": row["logit"] / predicted, "slope": fit.slope, "curvature": fit.curvature}
-        found.append({**row, "residual": fit.residual})
+        fewest = part.groupby("weights").seed.nunique().min()
+        found.append({**row, "residual": fit.residual, "enough": fewest >= MIN_SEEDS})
     return pd.concat([table, pd.DataFrame(found, columns=COLUMNS)], ignore_index=True).astype({"seed": "Int64"})
 
 

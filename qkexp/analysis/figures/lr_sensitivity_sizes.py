@@ -14,13 +14,14 @@ from matplotlib.lines import Line2D
 from qkexp.analysis.figures.selection import DoesNotFit, recipe_text, rows_of
 from qkexp.analysis.figures.style import GREY, LEVEL_STYLE, Drawing, canvas, look, plain_log_ticks, rank, styled
 from qkexp.analysis.sensitivity import REFERENCE, SIZE_KEYS, Line, lines
+from qkexp.analysis.stability import MIN_SEEDS
 from qkexp.analysis.statistics import METHOD, TooFewSeeds, interval
 from qkexp.record.load import Sweep
 
 MIN_SIZES, MIN_RATES = 2, 3
 STYLES: tuple[Any, ...] = ((0, (1, 1.2)), (0, (4, 1.5)), "-", (0, (6, 1.5, 1, 1.5)), (0, (2, 2)))
 COLUMNS = ["kind", "variant", "weights", "lr", "seed", "val_loss", "lrs", "lrs_low", "lrs_high", "lrs_constant",
-           "best_lr", "best_val_loss", "ratio", "over_smaller"]  # fmt: skip
+           "best_lr", "best_val_loss", "ratio", "over_smaller", "enough"]  # fmt: skip
 
 
 @styled
@@ -62,7 +63,7 @@ def _table(found: list[Line]) -> pd.DataFrame:
     """Rows of kind run, median and line (LR sensitivity of a variant at a size).
 
     ``ratio`` is the reference's LR sensitivity over this variant's at the same size, ``over_smaller`` its own over
-    that of the next smaller size.
+    that of the next smaller size; ``enough``: there are three seeds or more.
     """
     rows: list[dict[str, Any]] = []
     for line in found:
@@ -88,6 +89,7 @@ def _sensitivity(line: Line) -> dict[str, float]:
         return {}
     each = line.sensitivity()
     row = {"lrs": float(each.mean()), "lrs_constant": float(line.sensitivity(constant=True).mean())}
+    row["enough"] = len(line.seeds) >= MIN_SEEDS
     row |= {"best_lr": float(line.rates[line.best]), "best_val_loss": float(np.median(line.losses[:, line.best]))}
     try:
         row["lrs_low"], row["lrs_high"] = interval(each)

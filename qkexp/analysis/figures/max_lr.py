@@ -23,7 +23,7 @@ from qkexp.train.outcome import ROSE
 
 MIN_RATES = 3
 COLOURS = "cividis_r"
-COLUMNS = ["kind", "variant", "lr", "seeds", "val_loss", "stable", "collapsed", "best_lr", "best_val_loss",
+COLUMNS = ["kind", "variant", "lr", "seeds", "enough", "val_loss", "stable", "collapsed", "best_lr", "best_val_loss",
            "stable_from", "stable_to", "largest_stable", "first_unstable", "headroom", "lrs", "bracket"]  # fmt: skip
 
 
@@ -62,7 +62,8 @@ def _table(sweep: Sweep, found: list[Line]) -> pd.DataFrame:
     """Rows of kind cell (a method at a rate) and line (a method).
 
     ``stable_from`` and ``stable_to`` are the lowest stable rate and the last before one that is not; the latter may
-    be the edge of the grid, ``largest_stable`` never is. ``collapsed``: runs in which a layer's attention collapsed.
+    be the edge of the grid, ``largest_stable`` never is. ``enough``: there are seeds enough for verdicts.
+    ``collapsed``: runs in which a layer's attention collapsed.
     """
     rows: list[dict[str, Any]] = []
     verdicts = {(v["variant"], v["lr"]): v for v in stability(sweep).to_dict("records")}
@@ -86,6 +87,7 @@ def _table(sweep: Sweep, found: list[Line]) -> pd.DataFrame:
 def _line_row(line: Line) -> dict[str, Any]:
     largest, unstable, says = line.bracket()
     row: dict[str, Any] = {"kind": "line", "variant": line.variant, "seeds": len(line.seeds), "bracket": says}
+    row["enough"] = len(line.seeds) >= MIN_SEEDS
     steady = [i for i in range(len(line.rates)) if line.stable.get(i)]
     if steady:
         end = next((i for i in range(steady[0], len(line.rates)) if not line.stable.get(i)), len(line.rates))

@@ -17,6 +17,7 @@ from qkexp.record.load import Run, Sweep
 from qkexp.train.spikes import spike_score
 
 SCORE_WINDOW = 100  # OLMo 2's has 1,000 steps before a value, which runs of some hundred steps do not have
+MIN_PAIRS = 5  # of spikes, below which nothing is said of their order
 NEAR = 10  # steps within which a spike of the gradient belongs to one of the loss
 ALLOWED = {"precision.autocast", "precision.weights", "train.clip_norm"}
 MEASURED = ("loss_score", "grad_score", "val_loss")
@@ -99,7 +100,7 @@ def _pools(sweep: Sweep) -> pd.DataFrame:
     rows = []
     for (variant, lr), runs in found.items():
         pairs = np.concatenate(runs)
-        row = {"kind": "pool", "variant": variant, "lr": lr, "matched": len(pairs)}
+        row = {"kind": "pool", "variant": variant, "lr": lr, "matched": len(pairs), "enough": len(pairs) >= MIN_PAIRS}
         if len(pairs):
             row |= {"lag": float(np.median(pairs)), "gradient_first": float(np.mean(pairs > 0))}
         rows.append(row)
