@@ -89,14 +89,16 @@ def check_value(k: Key, value: Any) -> None:
 
 def _check_combinations(cfg: RunConfig) -> None:
     a, p, o, d = cfg.attention, cfg.probe, cfg.optim, cfg.data
-    if a.norm == "none":
+    if a.norm in ("none", "center"):
         for name, neutral in (("center", False), ("axis", "head"), ("gain", "none"), ("bias", False)):
             if getattr(a, name) != neutral:
                 raise ConfigError(
-                    f"attention.{name}", getattr(a, name), f"{neutral} while attention.norm=none (there is no norm)"
+                    f"attention.{name}", getattr(a, name), f"{neutral} while attention.norm={a.norm} (there is no norm)"
                 )
     if a.gain == "none" and a.gain_offset:
         raise ConfigError("attention.gain_offset", a.gain_offset, "0 while attention.gain=none (there is no gain)")
+    if a.gain == "none" and o.gain_decay:
+        raise ConfigError("optim.gain_decay", o.gain_decay, "0 while attention.gain=none (there is no gain)")
     _check_scale(a)
     _check_temperature(a, cfg.train.steps)
     if a.backend == "sdpa" and a.softcap is not None:

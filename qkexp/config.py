@@ -114,7 +114,11 @@ class ModelConfig:
 
 @dataclass
 class AttentionConfig:
-    norm: str = key("none", "Norm of q and k.", choices=("none", "rms", "l2"))
+    norm: str = key(
+        "none",
+        "Norm of q and k. center: no norm, only their mean is subtracted.",
+        choices=("none", "rms", "l2", "center"),
+    )
     center: bool = key(False, "Subtract the mean before the norm (rms + center = LayerNorm).")
     axis: str = key("head", "Normalise over a head's channels, or over all heads together.", choices=("head", "all"))
     gain: str = key(
@@ -234,6 +238,13 @@ class OptimConfig:
     momentum: float = key(0.9, "Momentum of sgd and muon, in [0, 1).", low=0.0, below=1.0)
     qk_lr_scale: float = key(
         1.0, "Factor on the updates of the Q and K projections; 0 freezes them.", low=0.0, below=3e38
+    )
+    gain_decay: float = key(
+        0.0,
+        "Decay of the QK norms' gains, as weight_decay acts on matrices: towards 0, or with attention.gain_offset=1 "
+        "towards a gain of 1.",
+        low=0.0,
+        below=3e38,
     )
 
 

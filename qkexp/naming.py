@@ -10,6 +10,7 @@ from qkexp.config import AttentionConfig, RunConfig, identity
 # keys that make a variant's name, with what each base name stands for
 _BASES: dict[tuple[str, bool], tuple[str, dict[str, Any]]] = {
     ("none", False): ("none", {}),
+    ("center", False): ("none_centred", {}),
     ("rms", True): ("layernorm", {"gain": "shared"}),
     ("rms", False): ("rmsnorm", {"gain": "shared"}),
     ("l2", False): ("l2", {"scale": "learned"}),

@@ -5,9 +5,10 @@ A claim is a mapping in the experiment's ``expect.claims``:
     claim     what it says, in words
     where     which runs: variant (a name, a list, or qk_norm), and dotted configuration keys
     metric    what is measured (qkexp.analysis.measures), with layer, reduce, over, or above/before/after
-    seeds     every (default: each run must satisfy it) or median (over the seeds of a variant and rate)
-    than      with median: divided by the largest median of these variants at the same rate
-    minus     with median: ``best`` subtracts the smallest median of all variants at the same rate
+    seeds     every (default: each run must satisfy it) or median (over the seeds of a cell: a variant and rate, and
+              whatever else varies in the sweep, such as the size; qkexp.analysis.cells)
+    than      with median: divided by the largest median of these variants at the same rate and other keys
+    minus     with median: ``best`` subtracts the smallest median of all variants there
     is        comparison and bound: "< 1.3", ">= 2", "== diverged"
     source    where the claim comes from
 
@@ -37,9 +38,10 @@ import pandas as pd
 import yaml
 from rich.table import Table
 
+from qkexp.analysis.cells import Cell, group
 from qkexp.analysis.figures import FIGURES, DoesNotFit
 from qkexp.analysis.measures import measure
-from qkexp.analysis.sensitivity import MIN_SEEDS, TOO_FEW, stability
+from qkexp.analysis.stability import MIN_SEEDS, TOO_FEW, verdict_rows
 from qkexp.config import UserError, flatten
 from qkexp.record.load import Run, Sweep, load_sweep
 from qkexp.record.run import write_json
@@ -201,31 +203,32 @@ def _holds(compare: Callable, value: Any, bound: Any) -> bool:
 
 
 def _grouped(sweep: Sweep, runs: Sequence[Run], spec: dict[str, Any]) -> list[tuple[str, Any]]:
-    """(variant at rate, value) for each variant and rate among the runs; None below 3 seeds."""
-    kinds = sorted({(run.variant, run.lr) for run in runs})
+    """(cell, value) for each cell among the runs (:mod:`qkexp.analysis.cells`); None below 3 seeds."""
+    names = {run.name for run in runs}
+    cells = group(sweep)
+    kinds = [cell for cell, members in cells.items() if names & {run.name for run in members}]
     if spec["metric"] == "stable":
-        table = stability(sweep).set_index(["variant", "lr"]).stable
-        return [(f"{v} at {lr:g}", table.get((v, lr))) for v, lr in kinds]
-    medians = _medians(sweep.all.values(), spec)
+        said = verdict_rows(sweep)
+        return [(str(cell), said[cell]["stable"] if cell in said else None) for cell in kinds]
+    medians = _medians(cells, spec)
     out: list[tuple[str, Any]] = []
-    for variant, lr in kinds:
-        value, seeds = medians[variant, lr]
-        others = [m for (v, rate), (m, _) in medians.items() if rate == lr and v != variant]
+    for cell in kinds:
+        value, seeds = medians.get(cell, (math.nan, 0))
+        peers = {c.variant: m for c, (m, _) in medians.items() if (c.lr, c.others) == (cell.lr, cell.others)}
+        others = [m for name, m in peers.items() if name != cell.variant]
         if "than" in spec:
-            others = [m for (v, rate), (m, _) in medians.items() if rate == lr and _is_variant(v, spec["than"])]
+            others = [m for name, m in peers.items() if _is_variant(name, spec["than"])]
             value = value / max(others) if others else math.nan
         if spec.get("minus") == "best":
             value -= min([*others, value])
-        out.append((f"{variant} at {lr:g}", value if seeds >= MIN_SEEDS else None))
+        out.append((str(cell), value if seeds >= MIN_SEEDS else None))
     return out
 
 
-def _medians(runs: Any, spec: dict[str, Any]) -> dict[tuple[str, float], tuple[float, int]]:
-    groups: dict[tuple[str, float], list[float]] = {}
-    for run in runs:
-        if run.outcome:
-            groups.setdefault((run.variant, run.lr), []).append(float(measure(run, spec)))
-    return {kind: (float(np.median(values)), len(values)) for kind, values in groups.items()}
+def _medians(cells: dict[Cell, list[Run]], spec: dict[str, Any]) -> dict[Cell, tuple[float, int]]:
+    """Cell -> median over its runs that have an outcome, and their number."""
+    found = {cell: [float(measure(run, spec)) for run in runs if run.outcome] for cell, runs in cells.items()}
+    return {cell: (float(np.median(values)), len(values)) for cell, values in found.items() if values}
 
 
 def _condition(spec: dict[str, Any]) -> tuple[Callable[[Any, Any], bool], Any]:

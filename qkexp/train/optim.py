@@ -25,6 +25,11 @@ def decays(name: str, parameter: Tensor) -> bool:
     return name.endswith("weight") and parameter.dim() >= 2
 
 
+def is_gain(name: str, parameter: Tensor) -> bool:
+    """Whether ``optim.gain_decay`` applies: gains of QK norms (what is learned of them, γ or γ - 1)."""
+    return name.endswith((".q_norm.weight", ".k_norm.weight"))
+
+
 @dataclass(frozen=True)
 class Update:
     """What a step did: the rate used, RMS of Δθ ÷ rate without decay, ‖θ‖₂ after it.
@@ -74,8 +79,15 @@ class Updater:
             if piece.projects_qk
         ]
         self._one = torch.ones((), dtype=self.flat.dtype)  # factors are rounded as weights are; on the CPU to be read
-        self._decayed_spans = [self.flat[span] for span in _merged(s for n, p, s in _spans(self.named) if decays(n, p))]
-        self._decayed = torch.cat([p.new_full((p.numel(),), float(decays(n, p))) for n, p in self.named])
+        self._decays = [
+            (
+                strength,
+                [self.flat[span] for span in _merged(s for n, p, s in _spans(self.named) if chosen(n, p))],
+                torch.cat([p.new_full((p.numel(),), float(chosen(n, p))) for n, p in self.named]),
+            )
+            for strength, chosen in ((cfg.weight_decay, decays), (cfg.gain_decay, is_gain))
+            if strength
+        ]
         matrices, rest = self._split()
         self.optimizers = OPTIMIZERS[cfg.name](matrices, rest, cfg)
 
@@ -112,11 +124,12 @@ class Updater:
         """Decay and update."""
         lr = learning_rate(step, self.steps, self.cfg)
         kept = [weights.clone() for weights in self._qk] if self.cfg.qk_lr_scale != 1.0 else []
-        if self.cfg.weight_decay and self.cfg.name == "adam":
-            self.grad.addcmul_(self.flat, self._decayed, value=self.cfg.weight_decay)
-        elif self.cfg.weight_decay:
-            factor = lr if self.cfg.decay == "coupled" else lr / self.cfg.lr
-            torch._foreach_mul_(self._decayed_spans, float(1.0 - factor * self.cfg.weight_decay * self._one))
+        for strength, spans, mask in self._decays:
+            if self.cfg.name == "adam":
+                self.grad.addcmul_(self.flat, mask, value=strength)
+            else:
+                factor = lr if self.cfg.decay == "coupled" else lr / self.cfg.lr
+                torch._foreach_mul_(spans, float(1.0 - factor * strength * self._one))
         self._change.copy_(self.flat)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -139,6 +152,9 @@ class Updater:
             "decayed": [n for n, p in self.named if decays(n, p)],
             "not_decayed": [n for n, p in self.named if not decays(n, p)],
         }
+        if self.cfg.gain_decay:
+            found["gains_decayed"] = [n for n, p in self.named if is_gain(n, p)]
+            found["not_decayed"] = [n for n in found["not_decayed"] if n not in found["gains_decayed"]]
         if self.cfg.qk_lr_scale != 1.0:  # pieces of fused parameters
             label = f"q_k_rate_x_{self.cfg.qk_lr_scale:g}"
             found[label] = []

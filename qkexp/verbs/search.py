@@ -37,7 +37,7 @@ def search_rates(plan: Plan, options: argparse.Namespace) -> int:
         return DONE
 
     def judge(names: Sequence[str]) -> Verdicts:
-        from qkexp.analysis.sensitivity import verdicts
+        from qkexp.analysis.stability import verdicts
 
         return verdicts(plan.directory, names)
 

@@ -12,7 +12,8 @@ import torch
 import yaml
 
 from qkexp.analysis.claims import FAIL, NOT_RUN, NOT_SHOWN, PASS, check, verify_sweep
-from qkexp.analysis.sensitivity import TOO_FEW, grad_growth, onset, stability
+from qkexp.analysis.measures import grad_growth, onset
+from qkexp.analysis.stability import TOO_FEW, stability
 from qkexp.compose import compose_sweep, options
 from qkexp.config import UserError
 from qkexp.naming import run_name

@@ -10,17 +10,24 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from qkexp.analysis.figures.anatomy import anatomy
 from qkexp.analysis.figures.entropy_double_lr import entropy_double_lr
 from qkexp.analysis.figures.forced_logits import forced_logits
 from qkexp.analysis.figures.heatmaps import heatmaps
+from qkexp.analysis.figures.logit_scaling import logit_scaling
 from qkexp.analysis.figures.lr_sensitivity import lr_sensitivity
+from qkexp.analysis.figures.lr_sensitivity_sizes import lr_sensitivity_sizes
+from qkexp.analysis.figures.max_lr import max_lr
 from qkexp.analysis.figures.norms_or_cosine import norms_or_cosine
+from qkexp.analysis.figures.precision import precision
 from qkexp.analysis.figures.score_geometry import score_geometry
 from qkexp.analysis.figures.selection import DoesNotFit
 from qkexp.analysis.figures.sequence_length import sequence_length
 from qkexp.analysis.figures.side_by_side import side_by_side
+from qkexp.analysis.figures.spikes import spikes
 from qkexp.analysis.figures.style import Drawing, save
 from qkexp.analysis.figures.temperature_shock import temperature_shock
+from qkexp.analysis.figures.three_places import three_places
 from qkexp.analysis.figures.vit22b_order import vit22b_order
 from qkexp.analysis.figures.vit22b_panels import vit22b_panels
 from qkexp.analysis.figures.vit22b_start import vit22b_start
@@ -42,6 +49,13 @@ FIGURES: dict[str, Callable[[Sweep], Drawing]] = {
     "sequence_length": sequence_length,
     "vit22b_start": vit22b_start,
     "side_by_side": side_by_side,
+    "max_lr": max_lr,
+    "lr_sensitivity_sizes": lr_sensitivity_sizes,
+    "logit_scaling": logit_scaling,
+    "precision": precision,
+    "anatomy": anatomy,
+    "three_places": three_places,
+    "spikes": spikes,
 }
 log = logging.getLogger("qkexp")
 

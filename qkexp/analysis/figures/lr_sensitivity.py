@@ -22,7 +22,7 @@ from qkexp.analysis.figures.selection import (
     unfinished,
 )
 from qkexp.analysis.figures.style import GREY, LEVEL_STYLE, Drawing, canvas, look, plain_log_ticks, rank, styled
-from qkexp.analysis.sensitivity import MIN_SEEDS, stability
+from qkexp.analysis.stability import MIN_SEEDS, stability
 from qkexp.record.load import Run, Sweep
 from qkexp.train.outcome import ROSE
 
