@@ -1,10 +1,11 @@
 """A QK norm put into a trained model so that its logits keep their scale.
 
-A norm whose gain starts at 1 would throw logits that have grown back to the spread of a fresh model: the loss would
-jump, and what follows would say nothing about the norm. So gains start where they leave the logits as they were, head
-by head: at the root mean square of q and of k, and then both multiplied by one factor, so that the logits spread within
-their rows (softmax feels nothing else) exactly as before on the images given. What a norm is for stays: the lengths of
-single tokens are made equal, and the lengths of all no longer follow W_q and W_k.
+A norm whose gain starts at 1 would throw logits that have grown back to those of a fresh model: the loss would jump,
+and what follows would say nothing about the norm. So gains start where they leave the logits as sharp as they were,
+head by head: at the root mean square of q and of k, and then both multiplied by one factor, so that the mean gap
+between the largest logit of a row and the row's mean is exactly what it was on the images given (``logit_gap_mean``:
+softmax ignores a row's offset). What a norm is for stays: single tokens that are longer than others lose their length,
+and so the largest logits shrink; and the lengths of all no longer follow W_q and W_k.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ def can_calibrate(cfg: AttentionConfig) -> bool:
 
 @torch.no_grad()
 def calibrate(new: nn.Module, old: nn.Module, images: Tensor) -> None:
-    """Set the gains of ``new``, or where it has none its learned scales, so that its logits spread as those of ``old``.
+    """Set gains of ``new``, or where it has none learned scales, so that its logits are as sharp as those of ``old``.
 
     Both are in evaluation mode and have the same weights otherwise. Layers are set from the first to the last in one
-    pass, each on the inputs that those before it give. A gain or scale that all heads share keeps the spread of the
-    layer, not that of each head.
+    pass, each on the inputs that those before it give. A gain or scale that all heads share keeps the mean gap of
+    the layer, not that of each head.
 
     Args:
-        images: (B, C, size, size) on which the spread is measured.
+        images: (B, C, size, size) on which the gaps are measured.
 
     Raises:
         ConfigError: the scale that is needed is over ``attention.scale_max``.
@@ -64,7 +65,7 @@ def calibrate(new: nn.Module, old: nn.Module, images: Tensor) -> None:
             q, k, v, scale = args
             scale = scale.clone() if isinstance(scale, Tensor) else scale  # it may be what is multiplied
             count = _count(layer)
-            ratio = _merged(target, count) / _merged(spreads(q, k, scale), count)
+            ratio = _merged(target, count) / _merged(gaps(q, k, scale), count)
             ratio = torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0)
             _multiply(layer, ratio)
             return q * ratio.view(-1, 1, 1), k, v, scale
@@ -75,21 +76,21 @@ def calibrate(new: nn.Module, old: nn.Module, images: Tensor) -> None:
         new(images)
 
 
-def spreads(q: Tensor, k: Tensor, scale: Scale) -> Tensor:
-    """Root mean square deviation of a score from its row's mean, of each head: q, k (B, H, N, d) -> (H,)."""
+def gaps(q: Tensor, k: Tensor, scale: Scale) -> Tensor:
+    """Mean over rows of the largest score less the row's mean, of each head: q, k (B, H, N, d) -> (H,)."""
     z = (q.float() * per_head(scale)) @ k.float().transpose(-2, -1)
-    return (z - z.mean(-1, keepdim=True)).square().mean((0, 2, 3)).sqrt()
+    return (z.amax(-1) - z.mean(-1)).mean((0, 2))
 
 
 def _measure(vit: nn.Module, images: Tensor) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
-    """Of each layer: the root mean square of the projections q and k of each head, (H,) both; and :func:`spreads`."""
+    """Of each layer: the root mean square of the projections q and k of each head, (H,) both; and :func:`gaps`."""
     sizes: list[Tensor] = []
     found: list[Tensor] = []
     hooks: list[tuple[nn.Module, Callable[..., Any]]] = []
     for layer in attention_layers(vit).values():
         for norm in (layer.q_norm, layer.k_norm):  # they get (B, N, H, d)
             hooks.append((norm, lambda _, args: sizes.append(args[0].float().square().mean((0, 1, 3)).sqrt())))
-        hooks.append((layer.core, lambda _, args: found.append(spreads(args[0], args[1], args[3]))))
+        hooks.append((layer.core, lambda _, args: found.append(gaps(args[0], args[1], args[3]))))
     with _hooked(hooks):
         vit(images)
     return list(zip(sizes[::2], sizes[1::2], strict=True)), found
@@ -111,8 +112,8 @@ def _count(layer: Attention) -> int:
 
 
 def _merged(values: Tensor, count: int) -> Tensor:
-    """Of each head -> (count,): as they are, or their root mean square."""
-    return values if count == len(values) else values.square().mean().sqrt().view(1)
+    """Of each head -> (count,): as they are, or their mean."""
+    return values if count == len(values) else values.mean().view(1)
 
 
 def _multiply(layer: Attention, ratio: Tensor) -> None:
@@ -126,7 +127,7 @@ def _multiply(layer: Attention, ratio: Tensor) -> None:
         s[:] = s + ratio.log() if layer.scale_log else s * ratio
         largest = s.max().exp() if layer.scale_log else s.max()
         if layer.scale_max is not None and largest > layer.scale_max:
-            wanted = f"at least {float(largest):.4g}, the scale that keeps the logits' spread"
+            wanted = f"at least {float(largest):.4g}, the scale that keeps the logits as sharp as they are"
             raise ConfigError("attention.scale_max", layer.scale_max, wanted)
 
 

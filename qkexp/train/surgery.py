@@ -1,9 +1,9 @@
 """The state of a run, made fit for another configuration: what both have is carried over, what is new is prepared.
 
 Weights and what the optimisers keep of them go by parameter, because the flat vectors of two models differ as soon as
-one has a gain more. A norm is inserted so that the logits keep their scale (:mod:`qkexp.model.calibrate`). Adam's
-averages of a new parameter are those of its gradients on the next batches: had they started at 0, the correction of
-their bias would be over long since, and the parameter would move at up to six times the rate for a hundred steps.
+one has a gain more. A norm is inserted so that the logits stay as sharp as they are (:mod:`qkexp.model.calibrate`).
+Adam's averages of a new parameter are those of its gradients on the next batches: had they started at 0, the correction
+of their bias would be over long since, and the parameter would move at up to six times the rate for a hundred steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def adapt(state: dict[str, Any], old: RunConfig, new: RunConfig, data: Dataset) 
     settings. The checkpoint given is not changed.
 
     Raises:
-        ConfigError: a learned scale cannot hold the logits' spread under ``attention.scale_max``.
+        ConfigError: a learned scale cannot keep the logits as sharp as they are under ``attention.scale_max``.
     """
     before, after = _Trained(old, data), _Trained(new, data)
     before.load(state)

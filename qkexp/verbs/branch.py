@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     todo = plan.missing(options.again)
     launcher = ready(plan, todo, alone=False)
     finished = len(plan.runs) - len(todo)
-    out.print(f"{plan.directory}: {len(plan.runs)} at step {options.at}, {finished} finished before", soft_wrap=True)
+    out.print(f"{plan.directory}: {len(plan.runs)} branches at step {options.at}, {finished} finished", soft_wrap=True)
     code = DONE
     if todo:
         try:
@@ -113,7 +113,7 @@ def _table(plan: Plan, step: int) -> Table:
         loss = found.scalars.loss
         final = (found.outcome or {}).get("final", {})
         values = [loss[max(0, step - 20) : step].mean(), final.get("loss"), final.get("val_loss")]
-        reason = escape(str((found.outcome or {}).get("reason") or ""))
+        reason = "" if found.status == "completed" else escape(str((found.outcome or {}).get("reason") or ""))
         table.add_row(found.arm, found.status, *("-" if v is None else f"{v:.3g}" for v in values), reason)
     return table
 

@@ -1,4 +1,4 @@
-"""A norm or a learned scale that is put into a trained model leaves the spread of its logits as it was."""
+"""A norm or a learned scale that is put into a trained model leaves its logits as sharp as they were."""
 
 from __future__ import annotations
 
@@ -43,15 +43,14 @@ def grown(vit: nn.Module) -> nn.Module:
 
 
 def measured(vit: nn.Module, images: Tensor) -> np.ndarray:
-    """Mean square deviation of the scores from their rows' means, (layer, head), in float64 and written out."""
+    """Mean over rows of the largest score less the row's mean, (layer, head), in float64 and written out."""
     found = []
 
     def look(_: nn.Module, args: tuple) -> None:
         q, k, _v, scale = (a.double().numpy(force=True) if isinstance(a, Tensor) else a for a in args)
         scale = np.asarray(scale).reshape(-1, 1, 1)
         z = np.einsum("bhid,bhjd->bhij", q * scale, k)
-        deviation = z - z.mean(axis=-1, keepdims=True)
-        found.append((deviation**2).mean(axis=(0, 2, 3)))
+        found.append((z.max(axis=-1) - z.mean(axis=-1)).mean(axis=(0, 2)))
 
     handles = [layer.core.register_forward_pre_hook(look) for layer in attention_layers(vit).values()]
     vit(images)
@@ -76,17 +75,17 @@ def pair(make_vit: Callable[..., nn.Module]) -> Callable[..., tuple[nn.Module, n
 
 
 @pytest.mark.parametrize("name", BY_HEAD)
-def test_the_logits_of_every_head_spread_as_before(name: str, pair: Callable[..., tuple], images: Tensor) -> None:
+def test_the_logits_of_every_head_are_as_sharp_as_before(name: str, pair: Callable[..., tuple], images: Tensor) -> None:
     old, new = pair(*BY_HEAD[name])
     wanted = measured(old, images)
-    assert wanted.max() / wanted.min() > 100, "heads that differ"
+    assert wanted.max() / wanted.min() > 30, "heads that differ"
     assert not np.allclose(measured(new, images), wanted, rtol=0.5), "as born, the norm would change the logits"
     calibrate(new, old, images)
     np.testing.assert_allclose(measured(new, images), wanted, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", BY_LAYER)
-def test_what_all_heads_share_keeps_the_spread_of_the_layer(
+def test_what_all_heads_share_keeps_the_mean_of_the_layer(
     name: str, pair: Callable[..., tuple], images: Tensor
 ) -> None:
     old, new = pair(*BY_LAYER[name])

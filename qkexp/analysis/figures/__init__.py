@@ -10,6 +10,8 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from qkexp.analysis.figures.branches import branches
+from qkexp.analysis.figures.cause import cause
 from qkexp.analysis.figures.heatmaps import heatmaps
 from qkexp.analysis.figures.lr_sensitivity import lr_sensitivity
 from qkexp.analysis.figures.selection import DoesNotFit
@@ -24,6 +26,8 @@ FIGURES: dict[str, Callable[[Sweep], Drawing]] = {
     "vit22b_panels": vit22b_panels,
     "lr_sensitivity": lr_sensitivity,
     "heatmaps": heatmaps,
+    "cause": cause,
+    "branches": branches,
 }
 log = logging.getLogger("qkexp")
 
