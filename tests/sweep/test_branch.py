@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from qkexp import load_run, load_sweep
+from qkexp import cli, load_run, load_sweep
 from qkexp.compose import compose_sweep
 from qkexp.config import ConfigError, RunConfig, UserError, identity
 from qkexp.record.load import Run
@@ -407,3 +409,82 @@ def test_states_json_tells_how_a_state_was_had(tmp_path: Path, made: Callable[..
     plan, source = begun(load_run(made(tmp_path / "run")), AT, "optim.lr=0.01")
     note_source(plan, source)
     assert json.loads((plan.directory / "states.json").read_text()) == {str(AT): {"replayed_from": 0}}
+
+
+def test_a_calibrated_norm_leaves_the_logits_of_the_first_step_as_sharp_as_they_were(tmp_path: Path) -> None:
+    """Gains are set on the batches of four steps, of which this is the first; a norm born at gain 1 misses by far."""
+    parent = trained(tmp_path / "run", "train.steps=60", "train.batch_size=64", "optim.lr=0.03")
+    step = 40
+    arms = branched(parent, step, "attention.norm=rms", "attention.gain=per_head")
+    gap = {name: arm.layers["logit_gap_mean"][step] for name, arm in arms.items()}
+    size = {name: arm.layers["max_abs_logit"][step] for name, arm in arms.items()}
+    assert (gap["unchanged"] > 4 * parent.layers["logit_gap_mean"][0]).all(), "logits have grown"
+    np.testing.assert_allclose(gap["norm"], gap["unchanged"], rtol=0.05)
+    assert (size["norm"] < 1.02 * size["unchanged"]).all(), "the longest tokens lose length"
+    assert (size["norm"] > 0.4 * size["unchanged"]).all()
+    assert arms["norm"].scalars.loss[step] == pytest.approx(parent.scalars.loss[step], abs=0.1)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def qkexp(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "qkexp", *args], capture_output=True, text=True, timeout=180)
+
+
+def test_the_command_trains_its_arms_says_how_they_ended_and_does_nothing_twice(
+    tmp_path: Path, made: Callable[..., Path]
+) -> None:
+    directory = made(tmp_path / "run")
+    shown = qkexp("branch", str(directory), "--at", "13", "--plan")
+    assert shown.returncode == 0, shown.stderr
+    assert "5 to train" in shown.stdout
+    assert not (directory / "branches").exists()
+    done = qkexp("branch", str(directory), "--at", "13", "optim.qk_lr_scale=0,0.5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 13 was replayed from the start, and every number was the recorded one" in done.stdout
+    assert "steps 13 to 29 have every number of the run" in done.stdout.replace("\n", " ")
+    states = json.loads(qkexp("status", "--json", str(directory / "branches")).stdout)
+    assert [s["name"].split("-at")[0] for s in states] == ["unchanged", "frozen_qk", "qklrscale-0p5"]
+    assert all(s["status"] in ("completed", "diverged") for s in states)
+    before = {p: p.stat().st_mtime_ns for p in directory.glob("branches/*/outcome.json")}
+    assert qkexp("branch", str(directory), "--at", "13", "optim.qk_lr_scale=0").returncode == 0
+    assert {p: p.stat().st_mtime_ns for p in directory.glob("branches/*/outcome.json")} == before
+    again = qkexp("branch", str(directory), "--at", "13", "optim.qk_lr_scale=0", "--again")
+    assert again.returncode == 0, again.stdout + again.stderr
+    after = {p: p.stat().st_mtime_ns for p in directory.glob("branches/*/outcome.json")}
+    assert [p.parent.name.split("-at")[0] for p in sorted(before) if before[p] != after[p]] == [
+        "frozen_qk",
+        "unchanged",
+    ]
+
+
+def test_a_replay_that_differs_ends_with_1_and_names_step_column_and_values(
+    tmp_path: Path, made: Callable[..., Path]
+) -> None:
+    directory = made(tmp_path / "run")
+    path = directory / "scalars.parquet"
+    rows = pq.read_table(path).to_pandas()
+    rows.loc[7, "loss"] += 1e-3
+    rows.to_parquet(path)
+    done = qkexp("branch", str(directory), "--at", "13", "optim.lr=0.01")
+    assert done.returncode == 1
+    assert "step 7, loss" in done.stderr
+    assert repr(float(rows.loss[7])) in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (directory / "branches").exists()
+    allowed = qkexp("branch", str(directory), "--at", "13", "optim.lr=0.01", "--unchecked")
+    assert allowed.returncode == 0, allowed.stdout + allowed.stderr
+    noted = json.loads((directory / "branches" / "states.json").read_text())["13"]
+    assert (noted["first_difference"]["step"], noted["first_difference"]["column"]) == (7, "loss")
+
+
+def test_wrong_input_exits_2_and_leaves_nothing(tmp_path: Path, made: Callable[..., Path]) -> None:
+    directory = made(tmp_path / "run")
+    before = files(directory)
+    for args in ([str(tmp_path), "--at", "3"], [str(directory), "--at", "99"], [str(directory), "--at", "3", "seed=1"]):
+        assert cli.main(["branch", *args]) == 2
+    with pytest.raises(SystemExit) as error:
+        cli.main(["branch", str(directory)])
+    assert error.value.code == 2
+    assert files(directory) == before

@@ -61,7 +61,7 @@ PANELS = {
         "max_abs_logit", "max |logit|, largest layer", "logit", True, _layers("max_abs_logit", np.nanmax)
     ),
     "entropy_frac": Panel(
-        "entropy_frac", "entropy, smallest layer", "share of log n", False, _layers("entropy_frac", np.nanmin)
+        "entropy_frac", "entropy, smallest layer", "share of log n", True, _layers("entropy_frac", np.nanmin)
     ),
     "grad_norm": Panel("grad_norm", "gradient norm", f"L2 norm ({WINDOW}-step mean)", True, _scalar("grad_norm")),
 }

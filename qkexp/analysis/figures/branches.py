@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 
 from qkexp.analysis.figures.arms import PANELS, Panel, arm_look, curve
 from qkexp.analysis.figures.selection import DoesNotFit, model_text, recipe_text, unfinished_text
-from qkexp.analysis.figures.style import GREY, Drawing, canvas, look, styled
+from qkexp.analysis.figures.style import GREY, Drawing, canvas, look, plain_log_ticks, styled
 from qkexp.record.load import Run, Sweep
 
 MOST = 4  # branch steps in one figure
@@ -40,7 +40,7 @@ def branches(sweep: Sweep) -> Drawing:
             _draw(axes, panel, shown, runs, step)
             if row == 0:
                 axes.set_title(panel.title)
-            axes.set_ylabel(panel.unit)
+            axes.set_ylabel(panel.unit if column else f"at step {step}\n{panel.unit}")
             axes.set_xlabel("step")
     sheet.legend(handles, 4)
     return Drawing(sheet.figure, table)
@@ -98,7 +98,9 @@ def _draw(axes: Axes, panel: Panel, rows: pd.DataFrame, runs: list[Run], step: i
     values = rows.value[np.isfinite(rows.value)]
     if panel.log and (values > 0).any():
         axes.set_yscale("log")
-        axes.set_ylim(values[values > 0].min() / 1.4, values.max() * 1.6)
+        low, high = values[values > 0].min() / 1.4, values.max() * 1.6
+        axes.set_ylim(low, high)
+        plain_log_ticks(axes.yaxis, low, high)
     else:
         axes.set_ylim(0, max(values.max(), 1e-9) * 1.05)
 
