@@ -20,12 +20,14 @@ from qkexp.config import (
     RunConfig,
     UserError,
     flatten,
+    head_width,
     identity,
     identity_keys,
     keys,
     to_typed,
 )
 from qkexp.model.calibrate import can_calibrate, inserts
+from qkexp.model.core import choose_backend
 from qkexp.naming import branch_name, slug
 from qkexp.record.files import read_json, write_json
 from qkexp.record.load import Run
@@ -99,6 +101,9 @@ def plan_branches(run: Run, step: int, overrides: Sequence[str], last: int, thre
         raise UserError(f"{' '.join(common)}: several values would make arms that differ in no number")
     base = copy.deepcopy(settled[0][1])
     base.branch = BranchConfig(identity(parent), step)
+    a = base.attention
+    if a.backend == choose_backend(base.device, a.softcap, a.score_dtype, head_width(base.model), a.dropout):
+        a.backend = "auto"  # what an arm changes may want another kernel
     usual, left_out = default_arms(parent)
     named = {name: compose_changes(base, texts)[0] for name, texts in usual.items()}
     if changes:

@@ -127,13 +127,18 @@ def threads(run: Run) -> int:
 
 
 def first_difference(recorded: Run, other: Run, first: int = 0) -> Difference | None:
-    """The first number in which two runs differ from a step on, over the steps that both have; None: none."""
+    """The first number in which two runs differ from a step on, over the steps that both have; None: none.
+
+    Attention is compared where both measured the same images and queries.
+    """
     a, b = (r.scalars[r.scalars.step >= first].set_index("step") for r in (recorded, other))
     last = min(len(a), len(b))
     found = [_compared(a[:last], b[:last], NUMBERS)]
-    steps = set(recorded.attention.step) & set(other.attention.step)
-    tables = (r.attention[r.attention.step.isin(steps) & (r.attention.step >= first)] for r in (recorded, other))
-    found.append(_compared(*(t.set_index(PLACE).sort_index() for t in tables)))
+    mine, theirs = recorded.typed.probe, other.typed.probe
+    if (mine.images, mine.queries) == (theirs.images, theirs.queries):
+        steps = set(recorded.attention.step) & set(other.attention.step)
+        tables = (r.attention[r.attention.step.isin(steps) & (r.attention.step >= first)] for r in (recorded, other))
+        found.append(_compared(*(t.set_index(PLACE).sort_index() for t in tables)))
     return min((d for d in found if d is not None), key=lambda d: d.step, default=None)
 
 
@@ -214,7 +219,7 @@ class _Check:
 
 def _compared(recorded: pd.DataFrame, found: pd.DataFrame, columns: tuple[str, ...] = ()) -> Difference | None:
     """The first number that differs in its bits; both absent is the same. Text is not compared."""
-    names = columns or tuple(n for n in found.columns if n not in ("phase", "module"))
+    names = columns or tuple(n for n in found.columns if n in recorded.columns and n not in ("phase", "module"))
     a, b = (t.reindex(columns=names).to_numpy(np.float64, na_value=np.nan) for t in (recorded, found))
     if a.shape != b.shape:
         step = int(np.ravel(found.index[0])[0]) if len(found) else -1

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from qkexp.sweep.plan import Plan, Planned
 
 HELP = "go on from a step of a run with something changed"
-EXAMPLE = "qkexp branch outputs/lr_grid/none-lr3e-02-seed200-4df8cb --at 60"
+EXAMPLE = "qkexp branch outputs/lr_grid/none-lr3e-02-seed200-4df8cb --at 40"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

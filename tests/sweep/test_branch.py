@@ -32,7 +32,7 @@ from qkexp.train import data as datasets
 from qkexp.train.batches import TrainingBatches
 from qkexp.train.loop import train as real_train
 
-STEPS, AT = 30, 13
+STEPS, AT = 30, 15
 SMALL = ["model.width=16", "model.depth=2", "model.heads=2", "train.batch_size=16", f"train.steps={STEPS}"]
 RECIPE = ["attention.init=match", "optim.lr=0.05", "optim.warmup=5", "train.clip_norm=1.0", "tracker=none"]
 
@@ -246,7 +246,7 @@ def test_runs_that_are_no_branches_keep_their_identity() -> None:
         (["attention.gate=head"], "attention.gate", "none"),
         (["sweep_name=x"], "sweep_name", "as in the run"),
         (["attention.norm=rms"], "attention.gain", "shared | per_head"),
-        (["data.poison=labels", "data.poison_steps=[12,20]"], "data.poison_steps", "before step 13"),
+        (["data.poison=labels", "data.poison_steps=[12,20]"], "data.poison_steps", "before step 15"),
         (["optim.lr=-1"], "optim.lr", "> 0"),
         (["attention=nosuch"], "attention", "rmsnorm"),
     ],
@@ -351,7 +351,7 @@ def test_branches_are_no_runs_of_their_parents_sweep_and_a_sweep_of_their_own(
     assert list(load_sweep(tmp_path / "sweep").all) == ["run"]
     branches = load_sweep(parent.directory / "branches")
     table = branches.runs[["branch.step", "status"]]
-    assert sorted(table["branch.step"]) == [13, 13, 14, 14], "later branches join those from before"
+    assert sorted(table["branch.step"]) == [AT, AT, AT + 1, AT + 1], "later branches join those from before"
     assert [run.arm for run in branches.all.values()] == ["unchanged", "lr-0p01", "unchanged", "frozen_qk"]
     assert set(branches.runs["branch.parent"]) == {identity(parent.typed)}
     (tmp_path / "other").mkdir()
@@ -375,7 +375,7 @@ def test_a_branch_of_a_branch_starts_at_its_own_steps(tmp_path: Path, made: Call
     inner = branched(middle, 20, "optim.qk_lr_scale=0")["unchanged"]
     assert_same_rows(middle, inner)
     assert inner.typed.branch.parent == identity(middle.typed)
-    with pytest.raises(UserError, match="its own steps begin at 13"):
+    with pytest.raises(UserError, match="its own steps begin at 15"):
         state_at(middle, 5, tmp_path / "kept")
 
 
@@ -401,6 +401,17 @@ def test_settings_of_precision_clipping_and_averages_take_effect_from_the_step_o
         assert list(group["betas"]) == list(arm.config.optim.betas)
         assert group["eps"] == arm.config.optim.eps
         assert ("loss_scale" in run.scalars.dropna(axis=1, how="all")) == (override == "precision=fp16")
+
+
+def test_what_arms_measure_may_differ_from_what_the_run_measured(tmp_path: Path, made: Callable[..., Path]) -> None:
+    parent = load_run(made(tmp_path / "run"))
+    for asked in (["probe.groups=[sink]", "probe.every=3"], ["probe.images=2"], ["probe=none"]):
+        shutil.rmtree(parent.directory / "branches", ignore_errors=True)
+        arms = branched(parent, AT, "optim.lr=0.01", *asked)
+        assert len(arms) == 2
+        assert first_difference(parent, arms["unchanged"]) is None, asked
+        assert first_difference(parent, arms["lr-0p01"]) is not None
+    assert arms["unchanged"].attention.step.max() == AT - 1, "probe=none holds from the step on"
 
 
 def test_states_json_tells_how_a_state_was_had(tmp_path: Path, made: Callable[..., Path]) -> None:
