@@ -95,6 +95,16 @@ def test_claims_can_be_made_about_the_medians_of_an_arm(arms: Sweep) -> None:
     assert check(arms, {**spec, "where": {**where, "arm": "frozen_qk"}}).verdict == "fail"
 
 
+def test_one_seed_makes_no_median_and_a_claim_about_it_fails_nothing(tmp_path: Path) -> None:
+    for factor in (1.0, 0.0):
+        write(tmp_path, falling(1.0), 1.0, optim={"qk_lr_scale": factor})
+    sweep = load_sweep(tmp_path)
+    assert set(FIGURES["cause"](sweep).table.kind) == {"curve", "run"}
+    where = {"kind": "median", "arm": "trained"}
+    spec = {"claim": "x", "figure": "cause", "where": where, "metric": "final_loss", "is": "> 5"}
+    assert check(sweep, spec).verdict == "not run"
+
+
 def test_runs_that_are_no_such_experiment_are_not_drawn(tmp_path: Path) -> None:
     write(tmp_path, falling(1.0), 1.0)
     with pytest.raises(DoesNotFit, match="two or more values"):

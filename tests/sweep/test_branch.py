@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -306,6 +307,38 @@ def test_a_run_that_diverged_is_branched_before_its_end(tmp_path: Path) -> None:
         planned(parent, 21)
 
 
+def stopped_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is trained now is asked to stop once so many steps are done."""
+
+    def train(cfg: RunConfig, data: Any, record: Any, stop: Any, resume: Any) -> Any:
+        return real_train(cfg, data, record, lambda: "asked" if record._steps == step else None, resume)
+
+    monkeypatch.setattr("qkexp.sweep.job.train", train)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["stopped", "running"])
+def test_a_run_that_has_not_ended_is_branched_at_any_step_that_it_has_recorded(
+    tmp_path: Path, made: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    with monkeypatch.context() as patch:
+        stopped_at(21, patch)
+        assert execute(config(), tmp_path / "run", {}) == 75
+    if not whole:  # what a living run looks like: parts, and no outcome
+        (tmp_path / "run" / "parts").mkdir()
+        for table in ("scalars", "attention"):
+            rows, step = pq.read_table(tmp_path / "run" / f"{table}.parquet"), pc.field("step")
+            for first, last in ((0, 12), (12, 21)):
+                part = rows.filter((step >= first) & (step < last))
+                pq.write_table(part, tmp_path / "run" / "parts" / f"{table}-{first:08d}.parquet")
+            (tmp_path / "run" / f"{table}.parquet").unlink()
+        (tmp_path / "run" / "outcome.json").unlink()
+    parent = load_run(tmp_path / "run")
+    with pytest.raises(ConfigError, match="a step from 1 to 21"):
+        planned(parent, 22)
+    arms = branched(parent, AT, "optim.lr=0.01")
+    assert_same_rows(load_run(made(tmp_path / "finished")), arms["unchanged"])
+
+
 def test_an_interrupted_branch_goes_on_as_if_it_had_never_stopped(
     tmp_path: Path, made: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,12 +348,9 @@ def test_an_interrupted_branch_goes_on_as_if_it_had_never_stopped(
     plan, _ = begun(load_run(tmp_path / "stopped"), AT, "attention=rmsnorm", "attention.gain=per_head")
     run = plan.runs[1]
 
-    def train(cfg: RunConfig, data: Any, record: Any, stop: Any, resume: Any) -> Any:
-        return real_train(cfg, data, record, lambda: "asked" if record._steps == 21 else None, resume)
-
     assert state_of(plan.directory / run.name, STEPS).status == "missing", "begun, but not trained"
     with monkeypatch.context() as patch:
-        patch.setattr("qkexp.sweep.job.train", train)
+        stopped_at(21, patch)
         assert execute(run.config, plan.directory / run.name, {}) == 75
     assert state_of(plan.directory / run.name).step == 21
     assert not_begun(plan, plan.runs) == [], "it has a state of its own to go on from"

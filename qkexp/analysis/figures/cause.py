@@ -20,6 +20,7 @@ from qkexp.analysis.figures.selection import (
     unfinished_text,
 )
 from qkexp.analysis.figures.style import GREY, LEVEL_STYLE, Drawing, canvas, look, rank, styled
+from qkexp.analysis.sensitivity import MIN_SEEDS
 from qkexp.config import identity_keys
 from qkexp.record.load import Run, Sweep
 
@@ -95,7 +96,7 @@ def arm(factor: float) -> str:
 
 
 def _table(cells: Cells) -> pd.DataFrame:
-    """Rows of kind curve, run (its ends) and median (over seeds)."""
+    """Rows of kind curve, run (its ends) and median (over seeds, where they are enough)."""
     curves, ends = [], []
     for (init, variant), runs in cells.items():
         for run in runs:
@@ -104,9 +105,9 @@ def _table(cells: Cells) -> pd.DataFrame:
             if not unfinished(run):
                 ends.append({"kind": "run", **place, "seed": run.seed, **_ends(run)})
     last = pd.DataFrame(ends, columns=["kind", "init", "variant", "arm", "qk_lr_scale", "seed", *RUN_COLUMNS])
-    medians = last.groupby(["init", "variant", "arm", "qk_lr_scale"], as_index=False)[RUN_COLUMNS].median()
-    counts = last.groupby(["init", "variant", "arm", "qk_lr_scale"]).size().to_numpy()
-    tables = [*curves, last, medians.assign(kind="median", seeds=counts)]
+    arms = last.groupby(["init", "variant", "arm", "qk_lr_scale"], as_index=False)
+    medians = arms[RUN_COLUMNS].median().assign(kind="median", seeds=arms.size()["size"])
+    tables = [*curves, last, medians[medians.seeds >= MIN_SEEDS]]
     return pd.concat([t for t in tables if len(t)], ignore_index=True).astype({"seed": "Int64"})
 
 
