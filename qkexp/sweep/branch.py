@@ -1,4 +1,4 @@
-"""Branches of a run: which arms, what they may change, and how their directories begin.
+"""Branches of a run: their plan, and how their directories begin.
 
 A branch is an ordinary run directory, ``RUN/branches/<arm>-at<STEP>-<hash>``: its tables are its parent's rows
 before STEP and then its own, and its first checkpoint is its parent's state at STEP, made fit for what it changes. So a
@@ -8,7 +8,6 @@ its parent's identity and STEP.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,105 +18,50 @@ from qkexp.config import (
     ConfigError,
     RunConfig,
     UserError,
-    flatten,
     head_width,
     identity,
-    identity_keys,
     keys,
     to_typed,
 )
-from qkexp.model.calibrate import can_calibrate, inserts
 from qkexp.model.core import choose_backend
-from qkexp.naming import branch_name, slug
+from qkexp.naming import branch_name
 from qkexp.record.files import read_json, write_json
 from qkexp.record.load import Run
 from qkexp.record.lock import held, take
 from qkexp.record.run import inherit, intact
+from qkexp.sweep.arms import check_changes, default_arms, describe
 from qkexp.sweep.plan import Plan, Planned
-from qkexp.sweep.replay import Source
+from qkexp.sweep.replay import Source, recorded, threads
 from qkexp.train import checkpoint
 from qkexp.train import data as datasets
 from qkexp.train.surgery import adapt
 
 FOLDER = "branches"
-UNCHANGED = "unchanged"
 KEPT = "checkpoints"  # in the folder of branches: states that were replayed
-NORM = ("attention.norm=rms", "attention.gain=per_head")
-
-# What a branch may change, beside keys that change no number. It shares start, batches and length with its parent.
-CHANGEABLE = (
-    *(f"attention.{f.name}" for f in dataclasses.fields(RunConfig().attention) if f.name not in ("init", "gate")),
-    *(f"optim.{f.name}" for f in dataclasses.fields(RunConfig().optim) if f.name != "name"),
-    *("precision.autocast", "train.clip_norm", "train.loss", "train.label_smoothing"),
-    *("model.dropout", "model.drop_path"),
-    *("data.label_noise", "data.poison", "data.poison_steps", "data.mixup", "data.crop", "data.flip"),
-    *("data.randaugment", "data.randaugment_magnitude"),
-)
-FIXED = ("experiment", "sweep_name", "output_dir")  # no number hangs on them, but a branch lies where it lies
 
 
-def default_arms(parent: RunConfig) -> tuple[dict[str, list[str]], list[str]]:
-    """The arms that are tried without overrides, name -> overrides; and those left out, with the reason."""
-    o, left_out = parent.optim, []
-    arms: dict[str, list[str]] = {UNCHANGED: []}
-    if parent.attention.norm == "none":
-        arms["norm"] = list(NORM)
-    else:
-        left_out.append("norm (the run has one)")
-    if o.qk_lr_scale:
-        arms["frozen_qk"] = ["optim.qk_lr_scale=0"]
-        arms["slow_qk"] = [f"optim.qk_lr_scale={0.1 * o.qk_lr_scale:.6g}"]
-    else:
-        left_out.append("frozen_qk, slow_qk (Q and K are frozen already)")
-    arms["slow"] = [f"optim.lr={0.1 * o.lr:.6g}"]
-    return arms, left_out
-
-
-def plan_branches(run: Run, step: int, overrides: Sequence[str], last: int, threads: int) -> tuple[Plan, list[str]]:
+def plan_branches(run: Run, step: int, overrides: Sequence[str]) -> tuple[Plan, list[str]]:
     """The plan of a run's branches at a step, and the usual arms that are left out, with the reason.
 
     Args:
         overrides: those of a launcher and of keys that change no number hold for every arm; each combination of the
             others is an arm, beside one that changes nothing. Without any: the usual arms.
-        last: the latest step that the run can be branched at.
-        threads: CPU threads of an arm, unless the launcher is told otherwise: the run's own.
 
     Raises:
         UserError: a step or an override that makes no sense in a branch.
     """
-    parent = run.typed
-    last = min(last, parent.train.steps - 1)
+    last = min(recorded(run), run.typed.train.steps - 1)
     if not 1 <= step <= last:
         raise ConfigError("--at", step, f"a step from 1 to {last}" if last else f"none: {run.name} has no rows yet")
     where = [text for text in overrides if text.startswith("hydra")]
     common = [text for text in overrides if text not in where and not _changes_numbers(text)]
     changes = [text for text in overrides if text not in where and text not in common]
+    arms, left_out = _arms(run, _base(run, step, common), changes)
     composed = compose_sweep(where, single=True)
     settings = dict(composed.launcher)
     if composed.launcher_name == "local":
-        settings["threads"] = settings["threads"] or threads
-    settled = compose_changes(parent, common)
-    if len(settled) > 1:
-        raise UserError(f"{' '.join(common)}: several values would make arms that differ in no number")
-    base = copy.deepcopy(settled[0][1])
-    base.branch = BranchConfig(identity(parent), step)
-    a = base.attention
-    if a.backend == choose_backend(base.device, a.softcap, a.score_dtype, head_width(base.model), a.dropout):
-        a.backend = "auto"  # what an arm changes may want another kernel
-    usual, left_out = default_arms(parent)
-    named = {name: compose_changes(base, texts)[0] for name, texts in usual.items()}
-    if changes:
-        known = {identity(cfg): name for name, (_, cfg) in named.items()}
-        asked = compose_changes(base, changes)
-        named, left_out = {UNCHANGED: named[UNCHANGED]}, []
-        for texts, cfg in asked:
-            check_changes(parent, cfg, step)
-            if identity(cfg) == identity(base):
-                raise UserError(f"{' '.join(texts)}: nothing that {run.name} does not have already")
-            named[known.get(identity(cfg)) or describe(base, cfg)] = texts, cfg
-    for _, cfg in named.values():
-        check_changes(parent, cfg, step)
-    folder = run.directory / FOLDER
+        settings["threads"] = settings["threads"] or threads(run)  # else sums would round otherwise
+    folder = run.directory.absolute() / FOLDER
     sweep = Sweep(
         name=f"{run.name}-{FOLDER}",
         experiment=None,
@@ -127,10 +71,40 @@ def plan_branches(run: Run, step: int, overrides: Sequence[str], last: int, thre
         expect=None,
         figures=["branches"],
         rates=None,
-        runs=list(named.values()),
+        runs=[(planned.overrides, planned.config) for planned in arms],
     )
-    runs = [Planned(branch_name(arm, cfg), identity(cfg), texts, cfg) for arm, (texts, cfg) in named.items()]
-    return Plan(folder, runs, sweep), left_out
+    return Plan(folder, arms, sweep), left_out
+
+
+def _base(run: Run, step: int, common: Sequence[str]) -> RunConfig:
+    """The configuration of an arm that changes nothing."""
+    settled = compose_changes(run.typed, common)
+    if len(settled) > 1:
+        raise UserError(f"{' '.join(common)}: several values would make arms that differ in no number")
+    base = settled[0][1]
+    check_changes(run.typed, base, step)
+    base.branch = BranchConfig(identity(run.typed), step)
+    a = base.attention
+    if a.backend == choose_backend(base.device, a.softcap, a.score_dtype, head_width(base.model), a.dropout):
+        a.backend = "auto"  # what an arm changes may want another kernel
+    return base
+
+
+def _arms(run: Run, base: RunConfig, changes: Sequence[str]) -> tuple[list[Planned], list[str]]:
+    """The arms, the one that changes nothing first; and the usual ones that are left out."""
+    usual, left_out = default_arms(run.typed)
+    composed = [(name, *compose_changes(base, texts)[0]) for name, texts in usual.items()]
+    if changes:
+        known = {identity(cfg): name for name, _, cfg in composed}
+        asked = compose_changes(base, changes)
+        for texts, cfg in asked:
+            check_changes(run.typed, cfg, base.branch.step or 0)
+            if identity(cfg) == identity(base):
+                raise UserError(f"{' '.join(texts)}: nothing that {run.name} does not have already")
+        named = [(known.get(identity(cfg)) or describe(base, cfg), texts, cfg) for texts, cfg in asked]
+        composed, left_out = [composed[0], *named], []
+    arms = {identity(cfg): Planned(branch_name(name, cfg), identity(cfg), texts, cfg) for name, texts, cfg in composed}
+    return list(arms.values()), left_out
 
 
 def _changes_numbers(override: str) -> bool:
@@ -138,46 +112,6 @@ def _changes_numbers(override: str) -> bool:
     name = override.partition("=")[0]
     inside = [k.meta["identity"] for k in keys() if k.name == name or k.name.startswith(f"{name}.")]
     return any(inside) or not inside
-
-
-def check_changes(parent: RunConfig, cfg: RunConfig, step: int) -> None:
-    """Refuse what a branch cannot change.
-
-    Raises:
-        ConfigError: with the first key, its value and what is accepted.
-    """
-    old, new = flatten(parent), flatten(cfg)
-    counted = identity_keys(parent).keys() | identity_keys(cfg).keys()
-    for name in (n for n in new if new[n] != old[n] and not n.startswith("branch.")):
-        if name in FIXED or (name in counted and name not in CHANGEABLE):
-            raise ConfigError(
-                name, new[name], f"{old[name]}, as in the run: a branch shares its start, its batches and its length"
-            )
-    a = cfg.attention
-    if a.norm == "none" and parent.attention.norm != "none":
-        raise ConfigError(
-            "attention.norm",
-            a.norm,
-            "rms | l2: a norm can be put in, not taken out (the logits would lose their scale)",
-        )
-    if inserts(parent.attention, a) and not can_calibrate(a):
-        raise ConfigError(
-            "attention.gain", a.gain, "shared | per_head, or a learned attention.scale: they hold the logits' scale"
-        )
-    changed = set(cfg.data.poison_steps) ^ set(parent.data.poison_steps)
-    if min(changed, default=step) < step:
-        raise ConfigError(
-            "data.poison_steps", cfg.data.poison_steps, f"those of the run before step {step}, which is past"
-        )
-
-
-def describe(parent: RunConfig, cfg: RunConfig) -> str:
-    """A name for an arm: the identity keys that it changes, with their values."""
-    old, new = flatten(parent), flatten(cfg)
-    changed = [k.name for k in keys() if k.meta["identity"] and old[k.name] != new[k.name]]
-    values = [f"{new[n]:g}" if isinstance(new[n], float) else str(new[n]) for n in changed]
-    parts = [f"{n.rpartition('.')[2].replace('_', '')}-{v}" for n, v in zip(changed, values, strict=True)]
-    return slug("_".join(parts))[:120]
 
 
 def with_earlier(plan: Plan) -> Plan:

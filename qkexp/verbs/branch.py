@@ -41,9 +41,7 @@ def run(options: argparse.Namespace) -> int:
     with out.status("reading the run"):
         from qkexp.sweep import branch, replay
 
-        plan, left_out = branch.plan_branches(
-            parent, options.at, options.overrides, replay.recorded(parent), replay.threads(parent)
-        )
+        plan, left_out = branch.plan_branches(parent, options.at, options.overrides)
     if left_out:
         out.print(f"left out: {'; '.join(left_out)}", soft_wrap=True)
     if options.plan:
@@ -121,10 +119,9 @@ def _table(plan: Plan, step: int) -> Table:
 def _compare(plan: Plan, parent: Run, options: argparse.Namespace) -> int:
     """Whether the arm that changes nothing went on as its parent did."""
     from qkexp.record.load import Run
-    from qkexp.sweep import branch, replay
+    from qkexp.sweep import replay
 
-    unchanged = next(r for r in plan.runs if r.name.startswith(f"{branch.UNCHANGED}-"))
-    arm = Run(plan.directory / unchanged.name)
+    arm = Run(plan.directory / plan.runs[0].name)
     with out.status("comparing with the run"):
         difference = replay.first_difference(parent, arm, options.at)
     if difference is not None:

@@ -22,10 +22,11 @@ from qkexp import cli, load_run, load_sweep
 from qkexp.compose import compose_sweep
 from qkexp.config import ConfigError, RunConfig, UserError, identity
 from qkexp.record.load import Run
-from qkexp.sweep.branch import CHANGEABLE, KEPT, begin, not_begun, plan_branches, with_earlier
+from qkexp.sweep.arms import CHANGEABLE
+from qkexp.sweep.branch import KEPT, begin, not_begun, plan_branches, with_earlier
 from qkexp.sweep.job import execute
 from qkexp.sweep.plan import Plan
-from qkexp.sweep.replay import ReplayError, Source, first_difference, recorded, state_at, threads
+from qkexp.sweep.replay import ReplayError, Source, first_difference, state_at
 from qkexp.sweep.share import Shared, adopt
 from qkexp.sweep.status import state_of
 from qkexp.train import checkpoint
@@ -63,7 +64,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def planned(parent: Run, step: int, *overrides: str) -> Plan:
-    return plan_branches(parent, step, overrides, recorded(parent), threads(parent))[0]
+    return plan_branches(parent, step, overrides)[0]
 
 
 def begun(parent: Run, step: int, *overrides: str, unchecked: bool = False) -> tuple[Plan, Source]:
@@ -236,7 +237,7 @@ def test_runs_that_are_no_branches_keep_their_identity() -> None:
         (["model.seed=1"], "model.seed", "0, as in the run"),
         (["data.seed=1"], "data.seed", "as in the run"),
         (["model.width=32"], "model.width", "16, as in the run"),
-        (["model=vit_tiny"], "model.name", "as in the run"),
+        (["model.depth=3"], "model.depth", "2, as in the run"),
         (["data=synthetic"], "data.name", "digits"),
         (["train.steps=40"], "train.steps", "30"),
         (["train.batch_size=8"], "train.batch_size", "16"),
@@ -275,11 +276,11 @@ def test_steps_that_cannot_be_branched_at_are_refused_with_those_that_can(
 
 def test_a_norm_is_neither_put_in_twice_nor_taken_out(tmp_path: Path, made: Callable[..., Path]) -> None:
     parent = load_run(made(tmp_path / "run", "attention=rmsnorm"))
-    plan, left_out = plan_branches(parent, AT, [], recorded(parent), 1)
+    plan, left_out = plan_branches(parent, AT, [])
     assert [r.name.split("-at")[0] for r in plan.runs] == ["unchanged", "frozen_qk", "slow_qk", "slow"]
     assert left_out == ["norm (the run has one)"]
     with pytest.raises(ConfigError, match=r"attention\.norm: 'none'.*put in, not taken out"):
-        planned(parent, AT, "attention=none")
+        planned(parent, AT, "attention=none", "attention.gain=none")
     with pytest.raises(UserError, match="nothing that run does not have"):
         planned(parent, AT, "attention=rmsnorm")
 
