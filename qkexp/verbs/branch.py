@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import TYPE_CHECKING
 
 from qkexp.verbs.terminal import DONE, FAILED, err, out
@@ -112,7 +113,9 @@ def _table(plan: Plan, step: int) -> Table:
         final = (found.outcome or {}).get("final", {})
         values = [loss[max(0, step - 20) : step].mean(), final.get("loss"), final.get("val_loss")]
         reason = "" if found.status == "completed" else escape(str((found.outcome or {}).get("reason") or ""))
-        table.add_row(found.arm, found.status, *("-" if v is None else f"{v:.3g}" for v in values), reason)
+        arm = planned.name.rpartition(f"-at{step}-")[0]
+        texts = ("-" if v is None or math.isnan(v) else f"{v:.3g}" for v in values)
+        table.add_row(arm, found.status, *texts, reason)
     return table
 
 
@@ -122,6 +125,8 @@ def _compare(plan: Plan, parent: Run, options: argparse.Namespace) -> int:
     from qkexp.sweep import replay
 
     arm = Run(plan.directory / plan.runs[0].name)
+    if not (arm.directory / "config.yaml").exists():
+        return DONE  # it was not begun
     with out.status("comparing with the run"):
         difference = replay.first_difference(parent, arm, options.at)
     if difference is not None:

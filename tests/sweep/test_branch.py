@@ -406,7 +406,7 @@ def test_a_branch_of_a_branch_starts_at_its_own_steps(tmp_path: Path, made: Call
     inner = branched(middle, 20, "optim.qk_lr_scale=0")["unchanged"]
     assert_same_rows(middle, inner)
     assert inner.typed.branch.parent == identity(middle.typed)
-    with pytest.raises(UserError, match="its own steps begin at 15"):
+    with pytest.raises(UserError, match="its first own step is 15"):
         state_at(middle, 5, tmp_path / "kept")
 
 
@@ -460,10 +460,10 @@ def test_a_calibrated_norm_leaves_the_logits_of_the_first_step_as_sharp_as_they_
     arms = branched(parent, step, "attention.norm=rms", "attention.gain=per_head")
     gap = {name: arm.layers["logit_gap_mean"][step] for name, arm in arms.items()}
     size = {name: arm.layers["max_abs_logit"][step] for name, arm in arms.items()}
-    assert (gap["unchanged"] > 4 * parent.layers["logit_gap_mean"][0]).all(), "logits have grown"
-    np.testing.assert_allclose(gap["norm"], gap["unchanged"], rtol=0.05)
+    assert (gap["unchanged"] > 2 * parent.layers["logit_gap_mean"][0]).all(), "logits have grown"
+    np.testing.assert_allclose(gap["norm"], gap["unchanged"], rtol=0.02)
     assert (size["norm"] < 1.02 * size["unchanged"]).all(), "the longest tokens lose length"
-    assert (size["norm"] > 0.4 * size["unchanged"]).all()
+    assert (size["norm"] > 0.3 * size["unchanged"]).all()
     assert arms["norm"].scalars.loss[step] == pytest.approx(parent.scalars.loss[step], abs=0.1)
 
 
