@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -122,7 +122,7 @@ def compose_changes(base: RunConfig, overrides: Sequence[str]) -> list[tuple[lis
             cfg = OmegaConf.structured(base)
             try:
                 for override in _parse(task):
-                    name, value = override.key_or_group, override.value()
+                    name, value = override.key_or_group, cast(Any, override.value())
                     if name in {k.name.split(".")[0] for k in keys() if "." in k.name}:
                         value = _group_file(name, str(value))
                     elif name not in _run_keys():

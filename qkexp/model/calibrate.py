@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from qkexp.config import LEARNED_SCALES, AttentionConfig, ConfigError
 from qkexp.model.attention import Attention
 from qkexp.model.core import Scale, per_head
+from qkexp.model.qk_norm import QKNorm
 from qkexp.model.vit import attention_layers
 
 NORM_KEYS = ("norm", "center", "axis", "gain", "gain_offset", "bias")
@@ -55,10 +56,9 @@ def calibrate(new: nn.Module, old: nn.Module, images: Tensor) -> None:
     lengths, targets = _measure(old, images)
     layers = list(attention_layers(new).values())
     for layer, of_layer in zip(layers, lengths, strict=True):
-        for norm, length in zip((layer.q_norm, layer.k_norm), of_layer, strict=True):
+        for norm, length in zip(_with_gain(layer), of_layer, strict=False):
             gain = _gain(norm, layer.heads)
-            if gain is not None:
-                gain[:] = _merged(length, len(gain)).view(-1, 1) - norm.gain_offset
+            gain[:] = _merged(length, len(gain)).view(-1, 1) - norm.gain_offset
 
     def adjust(layer: Attention, target: Tensor) -> Callable[..., Any]:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -96,19 +96,25 @@ def _measure(vit: nn.Module, images: Tensor) -> tuple[list[tuple[Tensor, Tensor]
     return list(zip(sizes[::2], sizes[1::2], strict=True)), found
 
 
-def _gain(norm: nn.Module, heads: int) -> Tensor | None:
-    """A norm's gain as a view (heads, channels), (1, channels) where all heads share it; None where there is none."""
-    weight = getattr(norm, "weight", None)
-    if weight is None:
-        return None
-    shared = weight.dim() == 1 and norm.axis == "head"
-    return weight.data.view(1 if shared else heads, -1)
+def _with_gain(layer: Attention) -> list[QKNorm]:
+    """The norms of q and of k, where they have gains; else nothing."""
+    return [n for n in (layer.q_norm, layer.k_norm) if isinstance(n, QKNorm) and n.weight is not None]
+
+
+def _gain(norm: QKNorm, heads: int) -> Tensor:
+    """A norm's gain as a view (heads, channels), (1, channels) where all heads share it."""
+    assert norm.weight is not None
+    shared = norm.weight.dim() == 1 and norm.axis == "head"
+    return norm.weight.data.view(1 if shared else heads, -1)
 
 
 def _count(layer: Attention) -> int:
     """How many values hold the scale of a layer's logits: one a head, or one for all."""
-    gain = _gain(layer.q_norm, layer.heads)
-    return len(gain) if gain is not None else len(layer.logit_scale)  # type: ignore[arg-type]
+    norms = _with_gain(layer)
+    if norms:
+        return len(_gain(norms[0], layer.heads))
+    assert layer.logit_scale is not None
+    return len(layer.logit_scale)
 
 
 def _merged(values: Tensor, count: int) -> Tensor:
@@ -118,11 +124,11 @@ def _merged(values: Tensor, count: int) -> Tensor:
 
 def _multiply(layer: Attention, ratio: Tensor) -> None:
     """Multiply the logits of a layer, (H,) or (1,), by what its gains or its learned scale hold."""
-    gains = [(norm, _gain(norm, layer.heads)) for norm in (layer.q_norm, layer.k_norm)]
-    for norm, gain in gains:
-        if gain is not None:
-            gain[:] = (gain + norm.gain_offset) * ratio.sqrt().view(-1, 1) - norm.gain_offset
-    if gains[0][1] is None and layer.logit_scale is not None:
+    norms = _with_gain(layer)
+    for norm in norms:
+        gain = _gain(norm, layer.heads)
+        gain[:] = (gain + norm.gain_offset) * ratio.sqrt().view(-1, 1) - norm.gain_offset
+    if not norms and layer.logit_scale is not None:
         s = layer.logit_scale.data
         s[:] = s + ratio.log() if layer.scale_log else s * ratio
         largest = s.max().exp() if layer.scale_log else s.max()

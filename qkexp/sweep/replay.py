@@ -137,8 +137,9 @@ def first_difference(recorded: Run, other: Run, first: int = 0) -> Difference | 
     mine, theirs = recorded.typed.probe, other.typed.probe
     if (mine.images, mine.queries) == (theirs.images, theirs.queries):
         steps = set(recorded.attention.step) & set(other.attention.step)
-        tables = (r.attention[r.attention.step.isin(steps) & (r.attention.step >= first)] for r in (recorded, other))
-        found.append(_compared(*(t.set_index(PLACE).sort_index() for t in tables)))
+        tables = [r.attention[r.attention.step.isin(steps) & (r.attention.step >= first)] for r in (recorded, other)]
+        a, b = (table.set_index(PLACE).sort_index() for table in tables)
+        found.append(_compared(a, b))
     return min((d for d in found if d is not None), key=lambda d: d.step, default=None)
 
 

@@ -62,8 +62,8 @@ class _Trained:
         resolve(self.cfg)
         plain = dataclasses.replace(self.cfg.attention, init="timm", backend="explicit")  # the weights will be others
         built = dataclasses.replace(self.cfg, attention=plain)
-        sizes = {"image_size": data.image_size, "channels": data.channels, "classes": data.classes}
-        self.model = build_vit(built, **sizes).to(self.cfg.device).eval()
+        model = build_vit(built, image_size=data.image_size, channels=data.channels, classes=data.classes)
+        self.model = model.to(self.cfg.device).eval()
         self.updater = Updater(self.model, cfg.optim, cfg.train.steps)
         self.spans = self.updater.spans()
 
