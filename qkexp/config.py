@@ -301,6 +301,12 @@ class TrackerConfig:
 
 
 @dataclass
+class BranchConfig:
+    parent: str | None = key(None, "Identity of the run that this one goes on from; `qkexp branch` sets it.")
+    step: int | None = key(None, "Steps that it has from its parent; `qkexp branch` sets it.", low=1)
+
+
+@dataclass
 class RunConfig:
     """The root of the schema: one run."""
 
@@ -318,6 +324,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    branch: BranchConfig = field(default_factory=BranchConfig)
 
 
 @dataclass

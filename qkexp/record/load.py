@@ -89,6 +89,12 @@ class Run:
         return self.typed.seed
 
     @property
+    def arm(self) -> str | None:
+        """What a branch changes of its parent, as its directory's name says it; None of a run that is no branch."""
+        step = self.typed.branch.step
+        return None if step is None else self.name.rpartition(f"-at{step}-")[0]
+
+    @property
     def status(self) -> str:
         return self.outcome["status"] if self.outcome else "unfinished"
 

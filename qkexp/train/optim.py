@@ -171,6 +171,21 @@ class Updater:
         tensors = [v for o in self.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
         return ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors if t.numel() > 1})) or "-"
 
+    def spans(self) -> dict[str, slice]:
+        """The place of each parameter in the vector."""
+        return {name: span for name, _, span in _spans(self.named)}
+
+    def kept(self) -> dict[str, Tensor]:
+        """What the optimisers keep of each weight (averages, momentum), each kind as one vector; 0 where nothing."""
+        found: dict[str, Tensor] = {}
+        for parameter, state in (item for optimizer in self.optimizers for item in optimizer.state.items()):
+            at = parameter.storage_offset()
+            for kind, value in state.items():
+                if value.dim():  # a number is Adam's count of steps
+                    whole = found.setdefault(kind, torch.zeros_like(self.flat))
+                    whole[at : at + value.numel()] = value.reshape(-1)
+        return found
+
     def state_dict(self) -> list[dict[str, Any]]:
         return [optimizer.state_dict() for optimizer in self.optimizers]
 

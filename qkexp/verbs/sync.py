@@ -22,9 +22,10 @@ def run(options: argparse.Namespace) -> int:
     from qkexp.record.mirror import start
 
     directory = directory_of(options.directory)
-    runs = load_sweep(directory).all
+    sweep = load_sweep(directory)
+    runs, group = sweep.all, sweep.plan.get("sweep") or directory.resolve().name
     tracker = next(iter(runs.values())).typed.tracker
-    mirror = start(directory, list(runs), tracker.project, options.mode, group=directory.resolve().name)
+    mirror = start(directory, list(runs), tracker.project, options.mode, group=group)
     with out.status(f"copying {len(runs)} runs to W&B"):
         warning = mirror.close(None)
     if warning:

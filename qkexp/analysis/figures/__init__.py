@@ -13,6 +13,8 @@ from pathlib import Path
 from qkexp.analysis.figures.anatomy import anatomy
 from qkexp.analysis.figures.entropy_double_lr import entropy_double_lr
 from qkexp.analysis.figures.forced_logits import forced_logits
+from qkexp.analysis.figures.branches import branches
+from qkexp.analysis.figures.cause import cause
 from qkexp.analysis.figures.heatmaps import heatmaps
 from qkexp.analysis.figures.logit_scaling import logit_scaling
 from qkexp.analysis.figures.lr_sensitivity import lr_sensitivity
@@ -56,6 +58,8 @@ FIGURES: dict[str, Callable[[Sweep], Drawing]] = {
     "anatomy": anatomy,
     "three_places": three_places,
     "spikes": spikes,
+    "cause": cause,
+    "branches": branches,
 }
 log = logging.getLogger("qkexp")
 
