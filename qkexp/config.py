@@ -226,6 +226,9 @@ class OptimConfig:
     qk_lr_scale: float = key(
         1.0, "Factor on the updates of the Q and K projections; 0 freezes them.", low=0.0, below=3e38
     )
+    head_lr_scale: float = key(
+        1.0, "Factor on the updates of the classifier, for controls: its logits alone drift.", low=0.0, below=3e38
+    )
 
 
 @dataclass

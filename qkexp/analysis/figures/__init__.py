@@ -14,6 +14,7 @@ from qkexp.analysis.figures.heatmaps import heatmaps
 from qkexp.analysis.figures.lr_sensitivity import lr_sensitivity
 from qkexp.analysis.figures.selection import DoesNotFit
 from qkexp.analysis.figures.style import Drawing, save
+from qkexp.analysis.figures.timeline import timeline
 from qkexp.analysis.figures.vit22b_panels import vit22b_panels
 from qkexp.config import UserError
 from qkexp.record.load import Sweep, load_sweep
@@ -24,6 +25,7 @@ FIGURES: dict[str, Callable[[Sweep], Drawing]] = {
     "vit22b_panels": vit22b_panels,
     "lr_sensitivity": lr_sensitivity,
     "heatmaps": heatmaps,
+    "timeline": timeline,
 }
 log = logging.getLogger("qkexp")
 
