@@ -262,4 +262,10 @@ def rules_table() -> list[tuple[str, str]]:
 
 def links_table() -> list[tuple[str, str, str, str]]:
     """(link, column, score, thresholds) of each link, for docs/diagnosis.md."""
-    return [(x.words, x.column, x.kind, ", ".join(f"{t:g}" for t in x.grid)) for x in LINKS]
+    formulas = {
+        "growth": "now / healthy",
+        "to_one": "(now − healthy) / (1 − healthy)",
+        "fall": "healthy / now",
+        "rise": "(now − lowest) / (chance − lowest)",
+    }
+    return [(x.words, f"`{x.column}`", formulas[x.kind], ", ".join(f"{t:g}" for t in x.grid)) for x in LINKS]
