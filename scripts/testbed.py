@@ -3,11 +3,11 @@
     python scripts/testbed.py develop            # the runs that the rules were made on (digits, seeds from 600)
     python scripts/testbed.py measure            # others, for one measurement once the rules stood (seeds from 640)
     python scripts/testbed.py measure --write    # and its table of docs/diagnosis.md
-    python scripts/testbed.py tables             # the other tables: links, rules, kinds; with --check exit 1 where they differ
+    python scripts/testbed.py tables             # the other tables; --check: exit 1 where they differ
 
-The label comes from how a run was made (scripts/testbed_recipes.py). Where an intervention may fail to bite, a criterion that
-does not look at the verdict decides whether it did; a run in which it did not is left out. Stopped anywhere, the same
-command goes on (it is an ordinary sweep).
+The label comes from how a run was made (scripts/testbed_recipes.py). Where an intervention may fail to bite, a
+criterion that does not look at the verdict decides whether it did; a run in which it did not is left out. Stopped
+anywhere, the same command goes on (it is an ordinary sweep).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import generated
 import pandas as pd
-from testbed_recipes import KINDS, SETS, Recipe, learned, partner
+from testbed_recipes import KINDS, SETS, Recipe, partner
 
 from qkexp.analysis.diagnose import ATTENTION, HARMLESS, HEALTHY, diagnose, links_table, rules_table
 from qkexp.cli import main as qkexp

@@ -1,12 +1,12 @@
 """How the runs of the test bed are made, and by which criterion an intervention counts as having bitten.
 
-A kind says what was done, which verdict names it, and ``bites``: whether it had an effect, judged by validation loss and by
-what the intervention itself changed, never by the verdict. "Plain healthy" are runs without one, and the arms beside others.
+A kind says what was done, which verdict names it, and ``bites``: whether it had an effect, judged by validation loss
+and by what the intervention itself changed, never by the verdict. "Plain healthy" are runs without one, and the arms beside
+others.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +34,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Runs of one kind: ``{KEY: VALUES}``, as an entry of ``runs``. ``when`` says which of them have the intervention."""
+    """Runs of one kind: ``{KEY: VALUES}``, as an entry of ``runs``; ``when`` says which have the intervention."""
 
     kind: str
     runs: dict[str, Any]
@@ -64,7 +64,7 @@ def harmed(run: Run, other: Run | None) -> bool:
 
 
 def exploded(run: Run, _: Run | None) -> bool:
-    """It ended at chance or not finite, and while no layer's entropy had yet been under 0.2 ln n the loss was over 1.5 chance."""
+    """It ended at chance or not finite; the loss was over 1.5 chance before any layer's entropy was under 0.2 ln n."""
     loss, share = run.scalars.loss.to_numpy(float), run.layers["entropy_frac"]
     ended = not run.final_val_loss < AT_CHANCE * chance(run)
     low = (share < 0.2).any(axis=1)

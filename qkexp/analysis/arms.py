@@ -43,9 +43,9 @@ def compare(arms: Sequence[tuple[str, Run]]) -> Comparison | None:
     """Finished arms of one run, by name -> what the unchanged one's end hung on.
 
     An arm trained if its final training loss is at most ℓ + 0.2 (chance - ℓ), ℓ the smallest of the arms: the rule by
-    which a sweep calls a rate stable. ``cause`` is ``attention`` where the unchanged arm did not train and one that changes
-    only queries and keys did, ``rate`` where only a smaller rate of everything helped, ``elsewhere`` where nothing did,
-    None where the unchanged arm trained or is the only one.
+    which a sweep calls a rate stable. ``cause`` is ``attention`` where the unchanged arm did not train and one that
+    changes only queries and keys did, ``rate`` where only a smaller rate of everything helped, ``elsewhere`` where
+    nothing did, None where the unchanged arm trained or is the only one.
     """
     ended = [(name, run) for name, run in arms if run.status in ("completed", "diverged")]
     by_name: dict[str, list[float]] = {}
@@ -61,7 +61,9 @@ def compare(arms: Sequence[tuple[str, Run]]) -> Comparison | None:
     told = f"final training loss: {ends} (chance {chance:.3g})"
     helped = [n for n in OF_ATTENTION if n in trained]
     if UNCHANGED in trained:
-        return Comparison(finals, trained, None, f"{told}: the unchanged arm trains as well, so there is nothing to explain")
+        return Comparison(
+            finals, trained, None, f"{told}: the unchanged arm trains as well, so there is nothing to explain"
+        )
     if helped:
         failed = [n for n in OF_ATTENTION if n in finals and n not in trained]
         but = f" ({', '.join(WORDS[n] for n in failed)} it fails too)" if failed else ""

@@ -51,7 +51,7 @@ def _too_short(e: Evidence) -> bool:
 def _attention(e: Evidence) -> bool:
     """Attention broke by the time the harm had begun.
 
-    A run that is behind one that differs in nothing but attention needs no order: there is nothing else to be behind for.
+    A run that is behind one that differs in nothing but attention needs no order: it has nothing else to be behind for.
     """
     return e.harm is not None and _attention_by(e, e.steps if e.harm.kind == "behind" else e.harm.late)
 
@@ -69,24 +69,43 @@ def _fault(e: Evidence) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(INCONCLUSIVE, "fewer steps were recorded than twice the healthy stretch, and the run did not end itself",
-         _too_short),
-    Rule(DATA_FAULT, "out of a calm, one batch's loss was worse than chance (or not finite), before attention broke",
-         _fault),
-    Rule(ATTENTION, "harm; by the time it had begun max |logit| had grown and entropy had fallen, and a layer collapsed or "
-                    "max |logit| grew over the whole grid (at any time, where the harm is to be behind another arm)", _attention),
-    Rule(OUTPUT_LOGITS, f"harm, not after attention broke; output logits over {DRIFTED:g} and more than tenfold, while "
-                        f"steps change less than {LARGE:.0%} of the weights",
-         lambda e: bool(e.harm) and e.output > DRIFTED and _reached(e, "out_logit") >= 2 and not e.update > LARGE),
-    Rule(STEP_TOO_LARGE, f"harm, not after attention broke; a step changes over {LARGE:.0%} of the weights",
-         lambda e: bool(e.harm) and e.update > LARGE),
+    Rule(
+        INCONCLUSIVE,
+        "fewer steps were recorded than twice the healthy stretch, and the run did not end itself",
+        _too_short,
+    ),
+    Rule(
+        DATA_FAULT,
+        "a jump: out of a calm, one batch's loss was worse than chance (or not finite), before attention broke",
+        _fault,
+    ),
+    Rule(
+        ATTENTION,
+        "harm, and attention broke by the time it had begun (or at any time, where the harm is to be behind another "
+        "arm): max |logit| had grown and entropy had fallen, and a layer collapsed or max |logit| grew over all of its grid",
+        _attention,
+    ),
+    Rule(
+        OUTPUT_LOGITS,
+        f"harm, attention intact; output logits over {DRIFTED:g} and more than tenfold, while a step changes less than "
+        f"{LARGE:.0%} of the weights",
+        lambda e: bool(e.harm) and e.output > DRIFTED and _reached(e, "out_logit") >= 2 and not e.update > LARGE,
+    ),
+    Rule(
+        STEP_TOO_LARGE,
+        f"harm, attention intact; a step changes over {LARGE:.0%} of the weights",
+        lambda e: bool(e.harm) and e.update > LARGE,
+    ),
     Rule(INCONCLUSIVE, "harm, and none of the above", lambda e: e.harm is not None),
-    Rule(INCONCLUSIVE, f"a layer stays collapsed, the loss ends over {HIGH:g} of chance, and no other arm tells whether it "
-                       "could be lower",
-         lambda e: bool(e.collapse and e.collapse.lasting) and e.other is None and not e.final_loss < HIGH * e.chance),
+    Rule(
+        INCONCLUSIVE,
+        f"a layer stays collapsed, the loss ends over {HIGH:g} of chance, and there is no other arm to say whether it "
+        "could be lower",
+        lambda e: bool(e.collapse and e.collapse.lasting) and e.other is None and not e.final_loss < HIGH * e.chance,
+    ),
     Rule(HARMLESS, "a layer stays collapsed, and nothing is harmed", lambda e: bool(e.collapse and e.collapse.lasting)),
     Rule(HEALTHY, "no harm", lambda e: True),
-)  # fmt: skip
+)
 
 
 def _reached(e: Evidence, link: str) -> int:
@@ -155,12 +174,17 @@ def _grown(e: Evidence) -> str:
     grown = e.onsets.get("logit")
     if grown is None or not grown.reached:
         return f"max |logit| stayed near its healthy size (peak {e.peak_logit:.3g})" if e.probed else ""
-    return f"max |logit| grew from {interval(grown)} on, in layer {grown.layer}, head {grown.head} (peak {e.peak_logit:.3g})"
+    where = f"layer {grown.layer}, head {grown.head}"
+    return f"max |logit| grew from {interval(grown)} on, in {where} (peak {e.peak_logit:.3g})"
 
 
 def _collapsed(e: Evidence) -> str:
     if e.collapse is None:
-        return f"no layer collapsed (least entropy {e.least_entropy:.2g} of ln n)" if math.isfinite(e.least_entropy) else ""
+        return (
+            f"no layer collapsed (least entropy {e.least_entropy:.2g} of ln n)"
+            if math.isfinite(e.least_entropy)
+            else ""
+        )
     c = e.collapse
     last = f"layers {', '.join(map(str, c.lasting))} stayed so" if c.lasting else "all came back"
     return f"layer {c.layer} collapsed at step {c.step} (entropy under {COLLAPSED_FRAC:g} of ln n); {last}"
@@ -188,11 +212,15 @@ def _notes(e: Evidence, verdict: str) -> list[str]:
     elif e.subsampled:
         said.append("only a part of each batch was probed: its maxima are those of that part")
     if e.sharp:
-        said.append(f"attention was sharp from the start ({e.start_entropy:.2g} of ln n): low entropy alone is no fault")
+        said.append(
+            f"attention was sharp from the start ({e.start_entropy:.2g} of ln n): low entropy alone is no fault"
+        )
     if e.dipped:
         said.append(f"entropy dipped and came back in layers {', '.join(map(str, e.dipped))}: no fault either")
     if verdict == HEALTHY and e.final_loss > HIGH * e.chance:
-        said.append("the loss is still high: hard data, noisy labels, a small model or a short run; a run does not show which")
+        said.append(
+            "the loss is still high: hard data, noisy labels, a small model or a short run; a run does not show which"
+        )
     if verdict == HARMLESS and e.other is None:
         said.append("without another arm: the loss might be lower still with one")
     return said
@@ -228,7 +256,7 @@ def as_dict(d: Diagnosis) -> dict[str, Any]:
         "jump": vars(e.jump) if e.jump else None,
         "other_arm": e.other.name if e.other else None,
         "against_other_arm": {name: _onset(o) for name, o in e.parted.items()},
-        "compared": [{"final_loss": c.finals, "trained": c.trained, "cause": c.cause, "text": c.text} for c in d.compared],
+        "compared": [vars(c) for c in d.compared],
     })  # fmt: skip
 
 

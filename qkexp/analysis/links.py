@@ -101,9 +101,7 @@ def _of_attention(link: Link, attention: Attention, healthy: int) -> Scores | No
     if link.name == "logit":  # logits within ln n cannot make a row of n keys sharp
         least = math.log(attention.keys())
         usual, own = np.maximum(usual, least), np.maximum(own, least)
-    return Scores(
-        steps, score(link.kind, values, usual), attention.layers, heads=score(link.kind, heads, own)
-    )
+    return Scores(steps, score(link.kind, values, usual), attention.layers, heads=score(link.kind, heads, own))
 
 
 def _of_scalars(link: Link, run: Run, healthy: int, chance: float) -> Scores | None:

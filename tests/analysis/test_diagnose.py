@@ -38,10 +38,6 @@ AT = np.arange(STEPS)
 FALLING = 0.2 + 2.1 * np.exp(-AT / 30)  # nats: a run that learns
 
 
-def step_up(at: int, to: float, start: float = 1.0) -> np.ndarray:
-    return np.where(AT < at, start, to)
-
-
 def growing(start: int, length: int, top: float, base: float) -> np.ndarray:
     return base * (top / base) ** np.clip((AT - start) / length, 0.0, 1.0)
 
@@ -72,7 +68,7 @@ def make(
     logit = np.full(STEPS, 4.0) if logit is None else logit
     output = np.full(STEPS, 3.0) if output is None else output
     for step in range(steps):
-        figures = {name: 1.0 for name in ("grad_norm", "grad_norm_qk", "grad_norm_vo", "grad_norm_mlp", "grad_norm_rest")}
+        figures = dict.fromkeys(("grad_norm", "grad_norm_qk", "grad_norm_vo", "grad_norm_mlp", "grad_norm_rest"), 1.0)
         # ‖Δθ‖ = lr · rms · √100
         figures |= {"lr": 0.1, "update_rms": update, "param_norm": 1.0, "out_logit_absmax": float(output[step])}
         record.row({"step": step, "loss": float(loss[step]), **figures})
@@ -250,7 +246,9 @@ def ending(root: Path, name: str, loss: float, *overrides: str) -> tuple[str, Ru
         ({"unchanged": 2.0, "slow": 0.1}, "rate"),
     ],
 )
-def test_only_a_comparison_of_arms_says_what_caused_it(tmp_path: Path, ends: dict[str, float], cause: str | None) -> None:
+def test_only_a_comparison_of_arms_says_what_caused_it(
+    tmp_path: Path, ends: dict[str, float], cause: str | None
+) -> None:
     found = compare([ending(tmp_path, name, loss) for name, loss in ends.items()])
     assert found is not None
     assert found.cause == cause
@@ -294,7 +292,14 @@ def test_branches_are_read_by_the_names_of_their_arms(tmp_path: Path) -> None:
 
 
 def test_the_verb_tells_one_run_and_a_sweep_and_draws_the_timeline(tmp_path: Path, capsys: Any) -> None:
-    common = ["model=vit_micro", "data=digits", "train.steps=60", "train.batch_size=16", "tracker=none", f"output_dir={tmp_path}"]
+    common = [
+        "model=vit_micro",
+        "data=digits",
+        "train.steps=60",
+        "train.batch_size=16",
+        "tracker=none",
+        f"output_dir={tmp_path}",
+    ]
     assert main(["train", *common]) == 0
     run = next((tmp_path / "single").glob("*/config.yaml")).parent
     capsys.readouterr()
@@ -317,6 +322,8 @@ def test_the_timeline_plots_each_link_with_its_onset(tmp_path: Path) -> None:
     table = FIGURES["timeline"](load_sweep(tmp_path)).table
     onsets = table[(table.kind == "onset") & (table.link == "logit")]
     found: Diagnosis = diagnose(run)
-    assert onsets.step.tolist() == [c.late for c in found.evidence.onsets["logit"].crossings if c], "the broken run is shown"
+    assert onsets.step.tolist() == [c.late for c in found.evidence.onsets["logit"].crossings if c], (
+        "the broken run is shown"
+    )
     assert set(onsets.layer) == {1}
     assert set(table[table.kind == "score"].link) >= {"logit", "entropy", "loss", "grad_qk"}

@@ -155,7 +155,13 @@ def test_growth_splits_into_its_factors_exactly() -> None:
 
 
 def test_shares_of_no_growth_and_of_what_was_not_measured_are_absent() -> None:
-    pair = {"max_abs_logit": 1.0, "score_scale": 1.0, "max_pair_q_norm": 1.0, "max_pair_k_norm": 1.0, "max_pair_cos": 1.0}
+    pair = {
+        "max_abs_logit": 1.0,
+        "score_scale": 1.0,
+        "max_pair_q_norm": 1.0,
+        "max_pair_k_norm": 1.0,
+        "max_pair_cos": 1.0,
+    }
     assert split_growth(pair, {**pair, "max_abs_logit": 1.5})["shares"] is None
     assert split_growth(pair, {**pair, "max_pair_cos": math.nan}) == {}
     assert split_growth(pair, {"max_abs_logit": 2.0}) == {}

@@ -56,12 +56,17 @@ def of_run(d: Diagnosis, among: int = 1) -> Drawing:
     last.set_xlim(0, end * 1.22)  # room for the onsets in words
     last.set_xticks([t for t in MaxNLocator(6, integer=True).tick_values(0, end) if 0 <= t <= end])
     last.set_xlabel("step", x=0.41)
-    colour = look(e.run.variant).colour
-    handles = [Line2D([], [], color=colour, label=f"score, {look(e.run.variant).label}"),
-               Line2D([], [], color="#333333", lw=0.6, ls=":", label="thresholds"),
-               Patch(color=WHEN, alpha=0.8, lw=0, label="onset"), Patch(color=GREY, alpha=0.18, lw=0, label="healthy stretch")]  # fmt: skip
+    here = look(e.run.variant)
+    handles = [
+        Line2D([], [], color=here.colour, label=f"score, {here.label}"),
+        Line2D([], [], color="#333333", lw=0.6, ls=":", label="thresholds"),
+        Patch(color=WHEN, alpha=0.8, lw=0, label="onset"),
+        Patch(color=GREY, alpha=0.18, lw=0, label="healthy stretch"),
+    ]
     if theirs and e.other is not None:
-        handles.insert(1, Line2D([], [], color=GREY, lw=0.9, ls="--", label=f"other arm: {look(e.other.variant).label}"))
+        handles.insert(
+            1, Line2D([], [], color=GREY, lw=0.9, ls="--", label=f"other arm: {look(e.other.variant).label}")
+        )
     if e.harm is not None or e.jump is not None:
         handles.append(Patch(color=HARM, alpha=0.5, lw=0, label="harm begins"))
     sheet.legend(handles, 6)
@@ -107,7 +112,15 @@ def _strip(axes: Axes, name: str, mine: Scores, other: Scores | None, d: Diagnos
     ]
     if onset is not None:
         rows += [
-            {"kind": "onset", "link": name, "layer": onset.layer, "head": onset.head, "threshold": t, "early": c.early, "step": c.late}
+            {
+                "kind": "onset",
+                "link": name,
+                "layer": onset.layer,
+                "head": onset.head,
+                "threshold": t,
+                "early": c.early,
+                "step": c.late,
+            }
             for t, c in zip(onset.grid, onset.crossings, strict=True)
             if c is not None
         ]
