@@ -1,8 +1,8 @@
 """How the runs of the test bed are made, and by which criterion an intervention counts as having bitten.
 
-A kind says what was done, which verdict names it, and ``bites``: whether it had an effect, judged by validation loss
-and by what the intervention itself changed, never by the verdict. "Plain healthy" are runs without one, and the arms beside
-others.
+A kind says what was done, which verdict names it, and ``bites``: whether it had an effect, judged by validation loss and
+by what the intervention itself changed, never by the verdict. "Plain healthy" are runs without one, and the arms
+beside others.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ DEVELOP: tuple[Recipe, ...] = (
     Recipe("forced logit growth",
            {"attention": "none,rmsnorm", **MATCH, "optim.lr": "1e-1", "optim.warmup": 200, "seed": "600,601"}, NO_NORM),
     Recipe("forced logit growth",
-           {"attention": "none,rmsnorm", **MATCH, "optim.lr": "3e-2", "train.clip_norm": 1.0, "seed": "602,603"}, NO_NORM),
+           {"attention": "none,rmsnorm", **MATCH, "optim.lr": "3e-2", "train.clip_norm": 1.0,
+            "seed": "602,603"}, NO_NORM),
     Recipe("forced logit growth",
            {"attention": "none,rmsnorm", "optim.lr": "1e-1", "seed": 606}, NO_NORM),
     Recipe("forced logit growth",
@@ -135,7 +136,8 @@ DEVELOP: tuple[Recipe, ...] = (
     Recipe("exploding rate", {**UNGAINED, "optim.lr": "0.3,1.0,3.0", "seed": "610,611"}),
     Recipe("exploding rate", {**UNGAINED, "optim": "sgd", "optim.lr": "3.0,10.0", "seed": 612}),
     Recipe("poisoned batches",
-           {"attention": "rmsnorm", "optim.lr": "3e-3", "data.poison": "labels,images,nan", "data.poison_steps": "[120]",
+           {"attention": "rmsnorm", "optim.lr": "3e-3", "data.poison": "labels,images,nan",
+            "data.poison_steps": "[120]",
             "seed": "613,614"}),
     Recipe("poisoned batches",
            {"attention": "none", **MATCH, "optim.lr": "1e-2", "data.poison": "labels,images,nan",
@@ -149,7 +151,8 @@ DEVELOP: tuple[Recipe, ...] = (
            {"attention": "none", **MATCH, "attention.scale": "fixed", "attention.scale_init": "2.0,8.0",
             "optim.lr": "3e-3", "seed": 619}),
     Recipe("healthy dips",
-           {"attention": "none", **MATCH, "optim.lr": "2e-2", "optim.weight_decay": "3e-3,1e-2,3e-2", "seed": "621,622"}),
+           {"attention": "none", **MATCH, "optim.lr": "2e-2", "optim.weight_decay": "3e-3,1e-2,3e-2",
+            "seed": "621,622"}),
     Recipe("plain healthy",
            {"attention": "none,layernorm,rmsnorm,l2,softcap", **MATCH, "optim.lr": "1e-3,3e-3", "seed": 623}),
     Recipe("plain healthy", {"attention": "none,rmsnorm", **MATCH, "optim.lr": "1e-2", "seed": "624,625"}),
@@ -157,7 +160,86 @@ DEVELOP: tuple[Recipe, ...] = (
     Recipe("plain healthy", {"attention": "rmsnorm", "optim": "sgd", "optim.lr": "0.3", "seed": 626}),
     Recipe("plain healthy", {"attention": "none", "precision": "fp32,fp16,bf16_pure", "optim.lr": "3e-3", "seed": 627}),
 )  # fmt: skip
-MEASURE: tuple[Recipe, ...] = ()
+# Other data (Fashion-MNIST and synthetic images, 17 tokens each), sizes (width, depth, 5 tokens) and lengths.
+FASHION = {"data": "fashion_mnist", "model.patch": 7}
+SYNTHETIC = {"data": "synthetic", "data.image_size": 16, "model.patch": 4, "data.samples": 2048}
+FLAT = {"model.depth": 2}
+NARROW = {"model.width": 32}
+FEW = {"model.patch": 4}
+RAMP = {**MATCH, "optim.warmup": 200}
+
+MEASURE: tuple[Recipe, ...] = (
+    Recipe("forced logit growth",
+           {"attention": "none,rmsnorm", **FASHION, **RAMP, "optim.lr": "1e-1", "seed": "640,641,642"}, NO_NORM),
+    Recipe("forced logit growth",
+           {"attention": "none,layernorm", **FASHION, **MATCH, "optim.lr": "4e-2", "train.clip_norm": 1.0,
+            "seed": "643,644"}, NO_NORM),
+    Recipe("forced logit growth",
+           {"attention": "none,rmsnorm", **SYNTHETIC, **RAMP, "optim.lr": "1e-1", "seed": "645,646"}, NO_NORM),
+    Recipe("forced logit growth",
+           {"attention": "none,rmsnorm", **FLAT, **RAMP, "optim.lr": "1e-1", "seed": "647,648"}, NO_NORM),
+    Recipe("forced logit growth",
+           {"attention": "none", **FASHION, **MATCH, "optim.lr": "3e-3", "optim.qk_lr_scale": "1,40",
+            "seed": "649,650"},
+           ("optim.qk_lr_scale", [40.0])),
+    Recipe("forced logit growth",
+           {"attention": "none", **NARROW, **MATCH, "optim.lr": "5e-3", "optim.qk_lr_scale": "1,40", "seed": "651,652"},
+           ("optim.qk_lr_scale", [40.0])),
+    Recipe("output-logit drift",
+           {"attention": "rmsnorm", **FASHION, "optim.lr": "3e-3", "optim.head_lr_scale": "1,300",
+            "seed": "653,654,655"},
+           ("optim.head_lr_scale", [300.0])),
+    Recipe("output-logit drift",
+           {"attention": "layernorm", **NARROW, "optim.lr": "5e-3", "optim.head_lr_scale": "1,200,1000",
+            "seed": "656,657"},
+           ("optim.head_lr_scale", [200.0, 1000.0])),
+    Recipe("output-logit drift",
+           {"attention": "none", **FLAT, **MATCH, "optim.lr": "2e-3", "optim.head_lr_scale": "1,500",
+            "seed": "658,659"},
+           ("optim.head_lr_scale", [500.0])),
+    Recipe("exploding rate", {**UNGAINED, **FASHION, "optim.lr": "1.0,2.0", "seed": "660,661,662"}),
+    Recipe("exploding rate", {**UNGAINED, **FEW, "optim.lr": "1.0,5.0", "seed": "663,664"}),
+    Recipe("exploding rate", {**UNGAINED, **NARROW, "optim": "sgd", "optim.lr": "5.0,20.0", "seed": "665,666"}),
+    Recipe("poisoned batches",
+           {"attention": "rmsnorm", **FASHION, "optim.lr": "3e-3", "data.poison": "labels,images,nan",
+            "data.poison_steps": "[110]", "seed": "667,668"}),
+    Recipe("poisoned batches",
+           {"attention": "layernorm", **NARROW, "optim.lr": "5e-3", "data.poison": "labels,images,nan",
+            "data.poison_steps": "[130,131]", "seed": "669,670"}),
+    Recipe("poisoned batches",
+           {"attention": "none", **SYNTHETIC, **MATCH, "optim.lr": "3e-3", "data.poison": "labels,images,nan",
+            "data.poison_steps": "[90]", "seed": "671"}),
+    Recipe("label noise",
+           {"attention": "rmsnorm,none", **FASHION, **MATCH, "optim.lr": "3e-3", "data.label_noise": "0.3,0.5",
+            "seed": "672,673"}),
+    Recipe("label noise",
+           {"attention": "l2,softcap", **NARROW, "optim.lr": "5e-3", "data.label_noise": "0.25", "seed": "674,675"}),
+    Recipe("healthy sharp attention",
+           {"attention": "rmsnorm", "attention.gain": "none", **FASHION, "attention.scale": "fixed",
+            "attention.scale_init": "1.5,3.0", "optim.lr": "3e-3", "seed": "676,677,678"}),
+    Recipe("healthy sharp attention",
+           {"attention": "layernorm", **FLAT, "attention.scale": "fixed", "attention.scale_init": "1.5,3.0",
+            "optim.lr": "5e-3", "seed": "679,680"}),
+    Recipe("healthy dips",
+           {"attention": "none", **FASHION, **MATCH, "optim.lr": "2e-2", "optim.weight_decay": "1e-2,2e-2",
+            "seed": "681,682,683"}),
+    Recipe("plain healthy",
+           {"attention": "none,layernorm,rmsnorm,l2,softcap", **FASHION, **MATCH, "optim.lr": "2e-3,5e-3",
+            "seed": "685,686"}),
+    Recipe("plain healthy",
+           {"attention": "none,rmsnorm", **SYNTHETIC, **MATCH, "optim.lr": "1e-3,4e-3", "seed": "687"}),
+    Recipe("plain healthy",
+           {"attention": "none,layernorm,l2", **FEW, **MATCH, "optim.lr": "4e-3", "seed": "688,689"}),
+    Recipe("plain healthy",
+           {"attention": "none,rmsnorm", **NARROW, **MATCH, "optim.lr": "8e-3", "seed": "690,691"}),
+    Recipe("plain healthy",
+           {"attention": "rmsnorm,none", **FASHION, "optim": "muon,adam", "optim.lr": "3e-3", "seed": 692}),
+    Recipe("plain healthy", {"attention": "rmsnorm", **FASHION, "optim": "sgd", "optim.lr": "0.2", "seed": "693,694"}),
+    Recipe("plain healthy",
+           {"attention": "none,rmsnorm", **FLAT, "precision": "fp32,fp16,bf16_pure", "optim.lr": "4e-3", "seed": 695}),
+    Recipe("plain healthy",
+           {"attention": "none,rmsnorm", "model.block_norm": "post,parallel", "optim.lr": "3e-3", "seed": 696}),
+)  # fmt: skip
 SETS = {"develop": DEVELOP, "measure": MEASURE}
 
 

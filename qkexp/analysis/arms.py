@@ -6,14 +6,15 @@ unchanged and fails, beside the same run without learned queries and keys that d
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from qkexp.analysis.evidence import final_loss
 from qkexp.analysis.links import chance_loss
-from qkexp.config import identity_keys
+from qkexp.config import OptimConfig, identity_keys
 from qkexp.record.load import Run, load_run
 from qkexp.train.outcome import ROSE
 
@@ -26,6 +27,7 @@ WORDS = {
     SLOW_QK: "with a smaller rate of Q and K",
     SLOW: "with a smaller rate of everything",
 }
+DEFAULT_LR = OptimConfig().lr
 STARTS = ("attention.init",)  # how an arm starts is made to fit its norm: no other thing
 
 
@@ -80,27 +82,31 @@ def compare(arms: Sequence[tuple[str, Run]]) -> Comparison | None:
     return Comparison(finals, trained, None, told)
 
 
+def final_loss(run: Run) -> float:
+    """Mean training loss of the last 20 steps, of the outcome; infinite where a run was not finite, NaN without one."""
+    outcome = run.outcome or {}
+    if str(outcome.get("reason")).startswith("nonfinite"):
+        return math.inf
+    value = outcome.get("final", {}).get("loss")
+    return math.nan if value is None else float(value)
+
+
 def arms_of(run: Run, runs: Iterable[Run]) -> list[tuple[str, Run]]:
     """The run and its controls among others: same keys and seed but for one thing, named as branches are."""
-    found = [(UNCHANGED, run)]
-    mine = identity_keys(run.typed)
-    for other in runs:
-        if other.directory != run.directory and (name := _arm(mine, identity_keys(other.typed))) is not None:
-            found.append((name, other))
-    return found
+    mine = _keys(run.directory)
+    named = [(_arm(mine, _keys(other.directory)), other) for other in runs if other.directory != run.directory]
+    return [(UNCHANGED, run), *((name, other) for name, other in named if name is not None)]
 
 
-def _arm(mine: dict[str, object], theirs: dict[str, object]) -> str | None:
-    keys = {k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k)} - set(STARTS)
-    if keys and all(k.startswith("attention.") for k in keys):
-        return NORM if theirs.get("attention.norm", "none") != "none" and "attention.norm" not in mine else None
-    if keys == {"optim.qk_lr_scale"}:
-        scale = float(theirs.get("optim.qk_lr_scale", 1.0))  # type: ignore[arg-type]
-        return FROZEN if scale == 0 else SLOW_QK if scale < float(mine.get("optim.qk_lr_scale", 1.0)) else None  # type: ignore[arg-type]
-    if keys == {"optim.lr"}:
-        default = 1e-3
-        slower = float(theirs.get("optim.lr", default)) < float(mine.get("optim.lr", default))  # type: ignore[arg-type]
-        return SLOW if slower else None
+def _arm(mine: dict[str, Any], theirs: dict[str, Any]) -> str | None:
+    changed = _changed(mine, theirs)
+    if changed and all(k.startswith("attention.") for k in changed):
+        return NORM if "attention.norm" in theirs and "attention.norm" not in mine else None
+    if changed == {"optim.qk_lr_scale"}:
+        scale = theirs.get("optim.qk_lr_scale", 1.0)
+        return FROZEN if scale == 0 else SLOW_QK if scale < mine.get("optim.qk_lr_scale", 1.0) else None
+    if changed == {"optim.lr"}:
+        return SLOW if theirs.get("optim.lr", DEFAULT_LR) < mine.get("optim.lr", DEFAULT_LR) else None
     return None
 
 
@@ -108,15 +114,24 @@ def other_arm(run: Run, runs: Iterable[Run]) -> Run | None:
     """The run that this one is measured by: of those that completed and differ in nothing but how attention scores
     (norm, cap, scale) or how fast Q and K learn, the one that ended lowest; None where there is none.
     """
-    mine = identity_keys(run.typed)
+    mine = _keys(run.directory)
     found = []
     for other in runs:
-        theirs = identity_keys(other.typed)
-        keys = {k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k)}
-        attention = all(k.startswith("attention.") or k == "optim.qk_lr_scale" for k in keys)
-        if keys - set(STARTS) and attention and other.status == "completed":
+        changed = _changed(mine, _keys(other.directory))
+        attention = all(k.startswith("attention.") or k == "optim.qk_lr_scale" for k in changed)
+        if changed and attention and other.status == "completed":
             found.append(other)
     return min(found, key=final_loss) if found else None
+
+
+def _changed(mine: dict[str, Any], theirs: dict[str, Any]) -> set[str]:
+    return {k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k)} - set(STARTS)
+
+
+@functools.cache
+def _keys(directory: Path) -> dict[str, Any]:
+    """A run's identity keys, read once: of a thousand runs each is compared with all others."""
+    return identity_keys(load_run(directory).typed)
 
 
 def branches_of(run: Run) -> list[tuple[str, Run]]:

@@ -82,7 +82,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ATTENTION,
         "harm, and attention broke by the time it had begun (or at any time, where the harm is to be behind another "
-        "arm): max |logit| had grown and entropy had fallen, and a layer collapsed or max |logit| grew over all of its grid",
+        "arm): max |logit| had grown and entropy had fallen, and a layer collapsed or max |logit| grew 30-fold",
         _attention,
     ),
     Rule(

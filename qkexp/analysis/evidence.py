@@ -69,15 +69,20 @@ class Evidence:
 
 
 def gather(run: Run, other: Run | None = None) -> Evidence:
-    """Read a run, and compare it with another arm where one is given (the same run but for what its attention is)."""
+    """Read a run, and compare it with another arm where one is given (the same run but for what its attention is).
+
+    The evidence holds runs anew, without the tables that were read for it: of a thousand runs they would fill memory.
+    """
+    name, other = (other.name, Run(other.directory)) if other is not None else ("", None)
+    kept, run = Run(run.directory), Run(run.directory)
     mine, theirs = losses(run), losses(other) if other is not None else None
-    base = Evidence(run, len(mine.loss), healthy_steps(run.typed.train.steps), mine.chance, other=other)
+    base = Evidence(kept, len(mine.loss), healthy_steps(run.typed.train.steps), mine.chance)
     if not len(mine.loss):
         return base
     attention = Attention.of(run.attention)
     links = scores(run, attention, base.healthy, mine.chance)
     found = onsets(run, links)
-    harm = find_harm(mine, base.healthy, theirs, other.name if other is not None else "")
+    harm = find_harm(mine, base.healthy, theirs, name)
     table = run.scalars
     return replace(
         base,
@@ -92,6 +97,7 @@ def gather(run: Run, other: Run | None = None) -> Evidence:
         update=_update(run, harm.early if harm else None),
         output=float(table.out_logit_absmax[table.step <= (harm.late if harm else mine.steps[-1])].max()),
         growth=_growth(attention, found.get("logit"), base.healthy),
+        other=Run(other.directory) if other is not None else None,
         parted=_parted(base, links, other) if other is not None else {},
     )
 
@@ -108,11 +114,6 @@ def losses(run: Run) -> Losses:
         reason=str(outcome.get("reason") or ""),
         ended=len(table) if ended is None else int(ended),
     )
-
-
-def final_loss(run: Run) -> float:
-    """Mean training loss of the last 20 steps; infinite where a run was not finite, NaN where there is none."""
-    return losses(run).final
 
 
 def _parted(base: Evidence, mine: dict[str, Scores], other: Run) -> dict[str, Onset]:

@@ -21,17 +21,17 @@ from qkexp.record.load import Run, Sweep
 
 HARM, WHEN = "#CC79A7", "#F0E442"  # the harm's beginning, an onset
 LEAST = 1e-2  # scores under it are drawn at it: a score at or under 0 has no logarithm
-MOST = 200  # runs of a sweep that are looked through for the one to draw
+MOST = 12  # runs of a sweep that are looked through for the one to draw, diverged ones first
 
 
 @styled
 def timeline(sweep: Sweep) -> Drawing:
     """Draw the run of a sweep that says most: with broken attention, else another harm, else the first."""
-    runs = [run for run in sweep.all.values() if len(run.scalars)][:MOST]
-    if not runs:
+    runs = sorted(sweep.all.values(), key=lambda r: (r.status != "diverged", not r.outcome, r.name))[:MOST]
+    found = [d for d in (diagnose(run, sweep) for run in runs) if d.evidence.steps]
+    if not found:
         raise DoesNotFit("no run has recorded a step")
-    found = [diagnose(run, sweep) for run in runs]
-    return of_run(min(found, key=lambda d: _rank(d)), len(sweep.all))
+    return of_run(min(found, key=_rank), len(sweep.all))
 
 
 def _rank(d: Diagnosis) -> int:
