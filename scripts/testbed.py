@@ -29,6 +29,7 @@ from qkexp.record.load import Sweep, load_sweep
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "diagnosis.md"
 PLAIN = "plain healthy"
+STEPS = {"develop": 200, "measure": 150}
 Z = 1.959964  # two-sided 95 %
 
 
@@ -36,7 +37,13 @@ def overrides(recipes: Sequence[Recipe], name: str, output: str) -> list[str]:
     """The sweep of some recipes, as `qkexp sweep` takes it."""
     entries = [", ".join(f"{key}: {_written(value)}" for key, value in recipe.runs.items()) for recipe in recipes]
     texts = ",".join(f"{{{entry}}}" for entry in entries)
-    common = ["model=vit_micro", "optim.warmup=20", "train.steps=200", "tracker=none", "hydra.launcher.workers=2"]
+    common = [
+        "model=vit_micro",
+        "optim.warmup=20",
+        f"train.steps={STEPS[name]}",
+        "tracker=none",
+        "hydra.launcher.workers=2",
+    ]
     keys = {key for recipe in recipes for key in recipe.runs}
     # what stands on the command line goes over an entry's own value
     axes = [o for o in common if o.split("=")[0] not in keys]

@@ -1,7 +1,7 @@
 """How the runs of the test bed are made, and by which criterion an intervention counts as having bitten.
 
-A kind says what was done, which verdict names it, and ``bites``: whether it had an effect, judged by validation loss and
-by what the intervention itself changed, never by the verdict. "Plain healthy" are runs without one, and the arms
+A kind says what was done, which verdict names it, and ``bites``: whether it had an effect, judged by validation loss
+and by what the intervention itself changed, never by the verdict. "Plain healthy" are runs without one, and the arms
 beside others.
 """
 
@@ -133,6 +133,10 @@ DEVELOP: tuple[Recipe, ...] = (
     Recipe("output-logit drift",
            {"attention": "none", "optim.lr": "1e-3", "optim.head_lr_scale": "1,300", "seed": 609},
            ("optim.head_lr_scale", [300.0])),
+    Recipe("output-logit drift",
+           {"attention": "rmsnorm", "optim.lr": "3e-3", "optim.warmup": 200,
+            "optim.head_lr_scale": "1,300,1000,3000", "seed": "607,608"},
+           ("optim.head_lr_scale", [300.0, 1000.0, 3000.0])),
     Recipe("exploding rate", {**UNGAINED, "optim.lr": "0.3,1.0,3.0", "seed": "610,611"}),
     Recipe("exploding rate", {**UNGAINED, "optim": "sgd", "optim.lr": "3.0,10.0", "seed": 612}),
     Recipe("poisoned batches",
@@ -160,15 +164,32 @@ DEVELOP: tuple[Recipe, ...] = (
     Recipe("plain healthy", {"attention": "rmsnorm", "optim": "sgd", "optim.lr": "0.3", "seed": 626}),
     Recipe("plain healthy", {"attention": "none", "precision": "fp32,fp16,bf16_pure", "optim.lr": "3e-3", "seed": 627}),
 )  # fmt: skip
-# Other data (Fashion-MNIST and synthetic images, 17 tokens each), sizes (width, depth, 5 tokens) and lengths.
+# Other data (Fashion-MNIST and synthetic images, 17 tokens each), sizes (width, depth, 5 tokens), rates and length.
 FASHION = {"data": "fashion_mnist", "model.patch": 7}
 SYNTHETIC = {"data": "synthetic", "data.image_size": 16, "model.patch": 4, "data.samples": 2048}
 FLAT = {"model.depth": 2}
 NARROW = {"model.width": 32}
 FEW = {"model.patch": 4}
-RAMP = {**MATCH, "optim.warmup": 200}
+RAMP = {**MATCH, "optim.warmup": 150}
+QK_40 = ("optim.qk_lr_scale", [40.0])
 
 MEASURE: tuple[Recipe, ...] = (
+    Recipe("plain healthy",
+           {"attention": "none,layernorm,rmsnorm,l2,softcap", **FEW, **MATCH, "optim.lr": "2e-3,6e-3",
+            "seed": "688,689"}),
+    Recipe("plain healthy",
+           {"attention": "none,layernorm,l2", **NARROW, **MATCH, "optim.lr": "5e-3,1e-2", "seed": "690,691"}),
+    Recipe("plain healthy",
+           {"attention": "none,rmsnorm", **FLAT, **NARROW, "precision": "fp32,fp16,bf16_pure", "optim.lr": "5e-3",
+            "seed": 695}),
+    Recipe("plain healthy", {"attention": "none,rmsnorm", **FEW, "optim": "muon,adam", "optim.lr": "4e-3", "seed": 692}),
+    Recipe("plain healthy", {"attention": "rmsnorm", **FEW, "optim": "sgd", "optim.lr": "0.3", "seed": "693,694"}),
+    Recipe("plain healthy",
+           {"attention": "none,rmsnorm", **FLAT, "model.block_norm": "post,parallel", "optim.lr": "4e-3", "seed": 696}),
+    Recipe("plain healthy",
+           {"attention": "none,rmsnorm", **SYNTHETIC, **FLAT, **MATCH, "optim.lr": "1e-3,4e-3", "seed": 687}),
+    Recipe("plain healthy",
+           {"attention": "none,rmsnorm", **FASHION, **FLAT, **MATCH, "optim.lr": "2e-3,6e-3", "seed": 684}),
     Recipe("forced logit growth",
            {"attention": "none,rmsnorm", **FASHION, **RAMP, "optim.lr": "1e-1", "seed": "640,641,642"}, NO_NORM),
     Recipe("forced logit growth",
@@ -179,66 +200,37 @@ MEASURE: tuple[Recipe, ...] = (
     Recipe("forced logit growth",
            {"attention": "none,rmsnorm", **FLAT, **RAMP, "optim.lr": "1e-1", "seed": "647,648"}, NO_NORM),
     Recipe("forced logit growth",
-           {"attention": "none", **FASHION, **MATCH, "optim.lr": "3e-3", "optim.qk_lr_scale": "1,40",
-            "seed": "649,650"},
-           ("optim.qk_lr_scale", [40.0])),
+           {"attention": "none", **FASHION, **MATCH, "optim.lr": "3e-3", "optim.qk_lr_scale": "1,40", "seed": "649,650"},
+           QK_40),
     Recipe("forced logit growth",
            {"attention": "none", **NARROW, **MATCH, "optim.lr": "5e-3", "optim.qk_lr_scale": "1,40", "seed": "651,652"},
-           ("optim.qk_lr_scale", [40.0])),
-    Recipe("output-logit drift",
-           {"attention": "rmsnorm", **FASHION, "optim.lr": "3e-3", "optim.head_lr_scale": "1,300",
-            "seed": "653,654,655"},
-           ("optim.head_lr_scale", [300.0])),
-    Recipe("output-logit drift",
-           {"attention": "layernorm", **NARROW, "optim.lr": "5e-3", "optim.head_lr_scale": "1,200,1000",
-            "seed": "656,657"},
-           ("optim.head_lr_scale", [200.0, 1000.0])),
-    Recipe("output-logit drift",
-           {"attention": "none", **FLAT, **MATCH, "optim.lr": "2e-3", "optim.head_lr_scale": "1,500",
-            "seed": "658,659"},
-           ("optim.head_lr_scale", [500.0])),
-    Recipe("exploding rate", {**UNGAINED, **FASHION, "optim.lr": "1.0,2.0", "seed": "660,661,662"}),
+           QK_40),
+    Recipe("exploding rate", {**UNGAINED, **FASHION, **FLAT, "optim.lr": "1.0,2.0", "seed": "660,661,662"}),
     Recipe("exploding rate", {**UNGAINED, **FEW, "optim.lr": "1.0,5.0", "seed": "663,664"}),
     Recipe("exploding rate", {**UNGAINED, **NARROW, "optim": "sgd", "optim.lr": "5.0,20.0", "seed": "665,666"}),
     Recipe("poisoned batches",
-           {"attention": "rmsnorm", **FASHION, "optim.lr": "3e-3", "data.poison": "labels,images,nan",
+           {"attention": "rmsnorm", **FASHION, "optim.lr": "3e-3", "data.poison": "labels,nan",
             "data.poison_steps": "[110]", "seed": "667,668"}),
     Recipe("poisoned batches",
-           {"attention": "layernorm", **NARROW, "optim.lr": "5e-3", "data.poison": "labels,images,nan",
+           {"attention": "layernorm,none", **FLAT, **MATCH, "optim.lr": "8e-3", "data.poison": "labels,nan",
             "data.poison_steps": "[130,131]", "seed": "669,670"}),
     Recipe("poisoned batches",
-           {"attention": "none", **SYNTHETIC, **MATCH, "optim.lr": "3e-3", "data.poison": "labels,images,nan",
+           {"attention": "none", **SYNTHETIC, **FLAT, **MATCH, "optim.lr": "4e-3", "data.poison": "labels,nan",
             "data.poison_steps": "[90]", "seed": "671"}),
     Recipe("label noise",
-           {"attention": "rmsnorm,none", **FASHION, **MATCH, "optim.lr": "3e-3", "data.label_noise": "0.3,0.5",
+           {"attention": "rmsnorm,none", **FASHION, **FLAT, **MATCH, "optim.lr": "3e-3", "data.label_noise": "0.3,0.5",
             "seed": "672,673"}),
     Recipe("label noise",
-           {"attention": "l2,softcap", **NARROW, "optim.lr": "5e-3", "data.label_noise": "0.25", "seed": "674,675"}),
+           {"attention": "l2,softcap", **FEW, "optim.lr": "5e-3", "data.label_noise": "0.25", "seed": "674,675"}),
     Recipe("healthy sharp attention",
            {"attention": "rmsnorm", "attention.gain": "none", **FASHION, "attention.scale": "fixed",
             "attention.scale_init": "1.5,3.0", "optim.lr": "3e-3", "seed": "676,677,678"}),
     Recipe("healthy sharp attention",
            {"attention": "layernorm", **FLAT, "attention.scale": "fixed", "attention.scale_init": "1.5,3.0",
             "optim.lr": "5e-3", "seed": "679,680"}),
-    Recipe("healthy dips",
-           {"attention": "none", **FASHION, **MATCH, "optim.lr": "2e-2", "optim.weight_decay": "1e-2,2e-2",
-            "seed": "681,682,683"}),
     Recipe("plain healthy",
-           {"attention": "none,layernorm,rmsnorm,l2,softcap", **FASHION, **MATCH, "optim.lr": "2e-3,5e-3",
+           {"attention": "none,layernorm,rmsnorm,l2,softcap", **FASHION, **MATCH, "optim.lr": "3e-3",
             "seed": "685,686"}),
-    Recipe("plain healthy",
-           {"attention": "none,rmsnorm", **SYNTHETIC, **MATCH, "optim.lr": "1e-3,4e-3", "seed": "687"}),
-    Recipe("plain healthy",
-           {"attention": "none,layernorm,l2", **FEW, **MATCH, "optim.lr": "4e-3", "seed": "688,689"}),
-    Recipe("plain healthy",
-           {"attention": "none,rmsnorm", **NARROW, **MATCH, "optim.lr": "8e-3", "seed": "690,691"}),
-    Recipe("plain healthy",
-           {"attention": "rmsnorm,none", **FASHION, "optim": "muon,adam", "optim.lr": "3e-3", "seed": 692}),
-    Recipe("plain healthy", {"attention": "rmsnorm", **FASHION, "optim": "sgd", "optim.lr": "0.2", "seed": "693,694"}),
-    Recipe("plain healthy",
-           {"attention": "none,rmsnorm", **FLAT, "precision": "fp32,fp16,bf16_pure", "optim.lr": "4e-3", "seed": 695}),
-    Recipe("plain healthy",
-           {"attention": "none,rmsnorm", "model.block_norm": "post,parallel", "optim.lr": "3e-3", "seed": 696}),
 )  # fmt: skip
 SETS = {"develop": DEVELOP, "measure": MEASURE}
 

@@ -31,6 +31,7 @@ VERDICTS = (ATTENTION, HARMLESS, OUTPUT_LOGITS, STEP_TOO_LARGE, DATA_FAULT, HEAL
 
 HIGH = 0.25  # of chance: a final loss over it may be held up by something
 DRIFTED = 60.0  # |output logit|: a loss of as many nats where such a logit is wrong
+MOVED = 25.0  # growth of raw ‖q‖ or ‖k‖, which no norm holds back
 LARGE = 0.05  # ‖Δθ‖ / ‖θ‖ of a step
 
 
@@ -87,9 +88,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         OUTPUT_LOGITS,
-        f"harm, attention intact; output logits over {DRIFTED:g} and more than tenfold, while a step changes less than "
-        f"{LARGE:.0%} of the weights",
-        lambda e: bool(e.harm) and e.output > DRIFTED and _reached(e, "out_logit") >= 2 and not e.update > LARGE,
+        f"harm, attention intact; output logits over {DRIFTED:g} and grown, while the body of the network stayed: raw "
+        f"‖q‖ and ‖k‖ grew less than {MOVED:g}-fold",
+        lambda e: bool(e.harm) and e.output > DRIFTED and _reached(e, "out_logit") >= 1 and e.body < MOVED,
     ),
     Rule(
         STEP_TOO_LARGE,
@@ -164,7 +165,10 @@ def _words(e: Evidence, verdict: str) -> list[str]:
         when = f"step {e.harm.early}" if e.harm.early == e.harm.late else f"steps {e.harm.early}–{e.harm.late}"
         said.append(f"{e.harm.text}; it began at {when}")
     if verdict in (OUTPUT_LOGITS, STEP_TOO_LARGE) or (e.harm and math.isfinite(e.update)):
-        said.append(f"a step changed {e.update:.2g} of the weights, and the largest output logit was {e.output:.3g}")
+        said.append(
+            f"a step changed {e.update:.2g} of the weights, raw ‖q‖ or ‖k‖ grew {e.body:.3g}-fold, and the largest "
+            f"output logit was {e.output:.3g}"
+        )
     if e.harm is None and math.isfinite(e.final_loss):
         said.append(f"the loss ended at {e.final_loss:.3g} (lowest {e.lowest_loss:.3g}, chance {e.chance:.3g})")
     return [text for text in said if text]
@@ -247,7 +251,7 @@ def as_dict(d: Diagnosis) -> dict[str, Any]:
         "healthy_steps": e.healthy, "probed_steps": e.probed, "chance_loss": e.chance,
         "final_loss": e.final_loss, "lowest_loss": e.lowest_loss,
         "least_entropy_frac": e.least_entropy, "peak_abs_logit": e.peak_logit,
-        "update_ratio": e.update, "out_logit_absmax": e.output,
+        "update_ratio": e.update, "raw_qk_growth": e.body, "out_logit_absmax": e.output,
         "onsets": {name: _onset(o) for name, o in e.onsets.items()},
         "order": [{"first": a, "then": b} for a, b in d.order],
         "growth": e.growth,

@@ -58,6 +58,9 @@ class Evidence:
     jump: Jump | None = None
     update: float = math.nan  # ‖Δθ‖ / ‖θ‖ of a step: median of the 20 before the harm, or of the whole run
     output: float = math.nan  # largest |output logit| up to the harm's late end
+    body: float = (
+        math.nan
+    )  # largest growth of a layer's raw ‖q‖ or ‖k‖ since the first probe, up to the harm's late end
     growth: dict[str, Any] = field(default_factory=dict)  # of the pair that attains max |z|
     other: Run | None = None
     parted: dict[str, Onset] = field(default_factory=dict)  # onsets against the other arm
@@ -96,6 +99,7 @@ def gather(run: Run, other: Run | None = None) -> Evidence:
         jump=find_jump(mine),
         update=_update(run, harm.early if harm else None),
         output=float(table.out_logit_absmax[table.step <= (harm.late if harm else mine.steps[-1])].max()),
+        body=_body(attention, harm.late if harm else int(mine.steps[-1])),
         growth=_growth(attention, found.get("logit"), base.healthy),
         other=Run(other.directory) if other is not None else None,
         parted=_parted(base, links, other) if other is not None else {},
@@ -172,6 +176,17 @@ def _streak(steps: np.ndarray, below: np.ndarray) -> int | None:
             if rows >= COLLAPSED_STEPS or (rows >= 3 and steps[i] - steps[start] >= COLLAPSED_STEPS):
                 return int(steps[start])
     return None
+
+
+def _body(attention: Attention, until: int) -> float:
+    """Raw projections tell how far weights went where a norm hides it from the scores."""
+    rows = attention.steps <= until
+    values = np.concatenate([attention.whole[name] for name in ("q_norm_mean", "k_norm_mean")], axis=1)[rows]
+    if not len(values) or not np.isfinite(values[0]).any():
+        return math.nan
+    with np.errstate(invalid="ignore", divide="ignore"):
+        grown = values / values[0]
+    return float(np.nanmax(grown)) if np.isfinite(grown).any() else math.nan
 
 
 def _growth(attention: Attention, logit: Onset | None, healthy: int) -> dict[str, Any]:

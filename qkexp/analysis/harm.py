@@ -58,7 +58,7 @@ class Harm:
     """What went wrong with the training itself, and between which steps it began.
 
     ``kind``: nonfinite; rose (it ended over its minimum by a fifth of the way to chance); behind (so much over another
-    arm's end); at_chance; episode (it rose by two fifths of the way, and came back).
+    arm's end); at_chance; episode (it rose by two fifths of the way, or to twice chance, and came back).
     """
 
     kind: str
@@ -132,11 +132,15 @@ def _episode(mine: Losses) -> Harm | None:
     smoothed, steps = mine.smoothed, mine.steps
     lowest = np.minimum.accumulate(smoothed)
     over = (lowest < SURE * mine.chance) & (smoothed > lowest + EPISODE * (mine.chance - lowest))
+    over |= (smoothed > FAR * mine.chance) & (np.arange(len(smoothed)) >= WINDOW)
     if not over.any():
         return None
     row = int(over.argmax())
     top = row + int(np.argmax(smoothed[row:]))
-    text = f"the loss rose from {lowest[row]:.3g} to {smoothed[top]:.3g} by step {steps[top]}, and came back"
+    text = (
+        f"the loss rose from {lowest[row]:.3g} to {smoothed[top]:.3g} by step {steps[top]}, and ended at "
+        f"{mine.final:.3g} (chance {mine.chance:.3g})"
+    )
     return Harm("episode", int(steps[max(0, row - WINDOW + 1)]), int(steps[row]), text)
 
 
