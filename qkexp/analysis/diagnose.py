@@ -57,6 +57,11 @@ def _attention(e: Evidence) -> bool:
     return e.harm is not None and _attention_by(e, e.steps if e.harm.kind == "behind" else e.harm.late)
 
 
+def _unstable(e: Evidence) -> bool:
+    """Harm of the run's own: one that only learned more slowly than another arm is not unstable."""
+    return e.harm is not None and e.harm.kind != "behind"
+
+
 def _attention_by(e: Evidence, step: int) -> bool:
     logit, entropy = e.onsets.get("logit"), e.onsets.get("entropy")
     if logit is None or entropy is None or logit.early is None or entropy.early is None:
@@ -90,14 +95,14 @@ RULES: tuple[Rule, ...] = (
         OUTPUT_LOGITS,
         f"harm, attention intact; output logits over {DRIFTED:g} and grown, while the body of the network stayed: raw "
         f"‖q‖ and ‖k‖ grew less than {MOVED:g}-fold",
-        lambda e: bool(e.harm) and e.output > DRIFTED and _reached(e, "out_logit") >= 1 and e.body < MOVED,
+        lambda e: _unstable(e) and e.output > DRIFTED and _reached(e, "out_logit") >= 1 and e.body < MOVED,
     ),
     Rule(
         STEP_TOO_LARGE,
         f"harm, attention intact; a step changes over {LARGE:.0%} of the weights",
-        lambda e: bool(e.harm) and e.update > LARGE,
+        lambda e: _unstable(e) and e.update > LARGE,
     ),
-    Rule(INCONCLUSIVE, "harm, and none of the above", lambda e: e.harm is not None),
+    Rule(INCONCLUSIVE, "harm, and none of the above", _unstable),
     Rule(
         INCONCLUSIVE,
         f"a layer stays collapsed, the loss ends over {HIGH:g} of chance, and there is no other arm to say whether it "
@@ -105,7 +110,7 @@ RULES: tuple[Rule, ...] = (
         lambda e: bool(e.collapse and e.collapse.lasting) and e.other is None and not e.final_loss < HIGH * e.chance,
     ),
     Rule(HARMLESS, "a layer stays collapsed, and nothing is harmed", lambda e: bool(e.collapse and e.collapse.lasting)),
-    Rule(HEALTHY, "no harm", lambda e: True),
+    Rule(HEALTHY, "no harm; to be behind another arm while attention is intact is none", lambda e: True),
 )
 
 

@@ -57,8 +57,8 @@ class Losses:
 class Harm:
     """What went wrong with the training itself, and between which steps it began.
 
-    ``kind``: nonfinite; rose (it ended over its minimum by a fifth of the way to chance); behind (so much over another
-    arm's end); at_chance; episode (it rose by two fifths of the way, or to twice chance, and came back).
+    ``kind``: nonfinite; rose (it ended over its minimum by a fifth of the way to chance); at_chance; episode (it rose
+    by two fifths of the way, or to twice chance, and came back); behind (it ended over another arm by a fifth of it).
     """
 
     kind: str
@@ -95,14 +95,15 @@ def find_harm(mine: Losses, healthy: int, other: Losses | None = None, name: str
     if lowest < chance and final > lowest + ROSE * (chance - lowest):
         text = f"the loss fell to {lowest:.3g} and rose to {final:.3g} (chance {chance:.3g})"
         return Harm("rose", *_rise(mine, int(mine.steps[-1])), text)
-    if other is not None and mine.behind(other) > ROSE:
-        text = f"the loss ended at {final:.3g}, that of {name} with the same seed at {other.final:.3g}"
-        return Harm("behind", *_lag(mine, other), text)
     if final >= AT_CHANCE * chance:  # never better: only a loss far over chance dates it
         far = mine.steps[mine.smoothed > FAR * chance]
         late = int(far[0]) if len(far) else int(mine.steps[-1])
         return Harm("at_chance", int(mine.steps[0]), late, f"the loss ended at {final:.3g}: chance is {chance:.3g}")
-    return _episode(mine)
+    episode = _episode(mine)
+    if episode is None and other is not None and mine.behind(other) > ROSE:
+        text = f"the loss ended at {final:.3g}, that of {name} with the same seed at {other.final:.3g}"
+        return Harm("behind", *_lag(mine, other), text)
+    return episode
 
 
 def _rise(mine: Losses, end: int) -> tuple[int, int]:
