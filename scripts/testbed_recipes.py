@@ -165,9 +165,9 @@ DEVELOP: tuple[Recipe, ...] = (
     Recipe("plain healthy", {"attention": "none", "precision": "fp32,fp16,bf16_pure", "optim.lr": "3e-3", "seed": 627}),
 )  # fmt: skip
 # Other data (Fashion-MNIST and synthetic images, 17 tokens each), sizes (width, depth, 5 tokens), rates and length.
-FASHION = {"data": "fashion_mnist", "model.patch": 7}
-SYNTHETIC = {"data": "synthetic", "data.image_size": 16, "model.patch": 4, "data.samples": 2048}
 FLAT = {"model.depth": 2}
+FASHION = {"data": "fashion_mnist", "model.patch": 7, **FLAT}
+SYNTHETIC = {"data": "synthetic", "data.image_size": 16, "model.patch": 4, "data.samples": 2048, **FLAT}
 NARROW = {"model.width": 32}
 FEW = {"model.patch": 4}
 RAMP = {**MATCH, "optim.warmup": 150}
@@ -188,9 +188,9 @@ MEASURE: tuple[Recipe, ...] = (
     Recipe("plain healthy",
            {"attention": "none,rmsnorm", **FLAT, "model.block_norm": "post,parallel", "optim.lr": "4e-3", "seed": 696}),
     Recipe("plain healthy",
-           {"attention": "none,rmsnorm", **SYNTHETIC, **FLAT, **MATCH, "optim.lr": "1e-3,4e-3", "seed": 687}),
+           {"attention": "none,rmsnorm", **SYNTHETIC, **MATCH, "optim.lr": "1e-3,4e-3", "seed": 687}),
     Recipe("plain healthy",
-           {"attention": "none,rmsnorm", **FASHION, **FLAT, **MATCH, "optim.lr": "2e-3,6e-3", "seed": 684}),
+           {"attention": "none,rmsnorm", **FASHION, **MATCH, "optim.lr": "2e-3,6e-3", "seed": 684}),
     Recipe("forced logit growth",
            {"attention": "none,rmsnorm", **FASHION, **RAMP, "optim.lr": "1e-1", "seed": "640,641,642"}, NO_NORM),
     Recipe("forced logit growth",
@@ -207,7 +207,21 @@ MEASURE: tuple[Recipe, ...] = (
     Recipe("forced logit growth",
            {"attention": "none", **NARROW, **MATCH, "optim.lr": "5e-3", "optim.qk_lr_scale": "1,40", "seed": "651,652"},
            QK_40),
-    Recipe("exploding rate", {**UNGAINED, **FASHION, **FLAT, "optim.lr": "1.0,2.0", "seed": "660,661,662"}),
+    Recipe("output-logit drift",
+           {"attention": "rmsnorm", **FASHION, "optim.lr": "3e-3", "optim.head_lr_scale": "1,1000,3000",
+            "seed": "653,654,655"}, ("optim.head_lr_scale", [1000.0, 3000.0])),
+    Recipe("output-logit drift",
+           {"attention": "layernorm", **NARROW, "optim.lr": "5e-3", "optim.warmup": 150,
+            "optim.head_lr_scale": "1,1000,3000", "seed": "656,657"}, ("optim.head_lr_scale", [1000.0, 3000.0])),
+    Recipe("output-logit drift",
+           {"attention": "none", **FLAT, **MATCH, "optim.lr": "2e-3", "optim.head_lr_scale": "1,1500,4000",
+            "seed": "658,659"}, ("optim.head_lr_scale", [1500.0, 4000.0])),
+    Recipe("healthy dips",
+           {"attention": "none", **FASHION, **MATCH, "optim.lr": "2e-2", "optim.weight_decay": "5e-3,1e-2,2e-2,4e-2",
+            "seed": "681,682"}),
+    Recipe("healthy dips",
+           {"attention": "none", **FLAT, **MATCH, "optim.lr": "3e-2", "optim.weight_decay": "1e-2,3e-2", "seed": 683}),
+    Recipe("exploding rate", {**UNGAINED, **FASHION, "optim.lr": "1.0,2.0", "seed": "660,661,662"}),
     Recipe("exploding rate", {**UNGAINED, **FEW, "optim.lr": "1.0,5.0", "seed": "663,664"}),
     Recipe("exploding rate", {**UNGAINED, **NARROW, "optim": "sgd", "optim.lr": "5.0,20.0", "seed": "665,666"}),
     Recipe("poisoned batches",
@@ -217,10 +231,10 @@ MEASURE: tuple[Recipe, ...] = (
            {"attention": "layernorm,none", **FLAT, **MATCH, "optim.lr": "8e-3", "data.poison": "labels,nan",
             "data.poison_steps": "[130,131]", "seed": "669,670"}),
     Recipe("poisoned batches",
-           {"attention": "none", **SYNTHETIC, **FLAT, **MATCH, "optim.lr": "4e-3", "data.poison": "labels,nan",
+           {"attention": "none", **SYNTHETIC, **MATCH, "optim.lr": "4e-3", "data.poison": "labels,nan",
             "data.poison_steps": "[90]", "seed": "671"}),
     Recipe("label noise",
-           {"attention": "rmsnorm,none", **FASHION, **FLAT, **MATCH, "optim.lr": "3e-3", "data.label_noise": "0.3,0.5",
+           {"attention": "rmsnorm,none", **FASHION, **MATCH, "optim.lr": "3e-3", "data.label_noise": "0.3,0.5",
             "seed": "672,673"}),
     Recipe("label noise",
            {"attention": "l2,softcap", **FEW, "optim.lr": "5e-3", "data.label_noise": "0.25", "seed": "674,675"}),

@@ -164,7 +164,13 @@ def _words(e: Evidence, verdict: str) -> list[str]:
     if e.jump is not None:
         j = e.jump
         at = "not finite" if math.isinf(j.loss) else f"{j.loss:.3g}"
-        after = "" if math.isinf(j.loss) else f"; half of it was gone {j.back} steps later" if j.back else "; it stayed"
+        after = (
+            ""
+            if math.isinf(j.loss)
+            else f"; half of it was gone by step {j.step + j.back}"
+            if j.back
+            else "; it stayed"
+        )
         said.append(f"at step {j.step} the loss was {at} on one batch, after {j.before:.3g}{after}")
     if e.harm is not None:
         when = f"step {e.harm.early}" if e.harm.early == e.harm.late else f"steps {e.harm.early}–{e.harm.late}"

@@ -47,14 +47,14 @@ def of_run(d: Diagnosis, among: int = 1) -> Drawing:
         raise DoesNotFit(f"{d.name}: nothing was recorded that has an onset")
     theirs = _scores(e.other, e.healthy) if e.other is not None else {}
     links = [link.name for link in LINKS if link.name in mine]
-    sheet = canvas(len(links), 1, panel=(7.6, 0.52), paragraphs=_caption(d, among), legend_rows=1, sharex=True)
+    sheet = canvas(len(links), 1, panel=(7.6, 0.52), paragraphs=_caption(d, among), legend_rows=2, sharex=True)
     rows = []
     for name, axes in zip(links, sheet.axes[:, 0], strict=True):
         rows += _strip(axes, name, mine[name], theirs.get(name), d)
     last = sheet.axes[-1, 0]
     end = max(int(s.steps[-1]) for s in mine.values())
     last.set_xlim(0, end * 1.22)  # room for the onsets in words
-    last.set_xticks([t for t in MaxNLocator(6, integer=True).tick_values(0, end) if 0 <= t <= end])
+    last.set_xticks([t for t in MaxNLocator(6, integer=True).tick_values(0, end) if 0 <= t <= end + 1])
     last.set_xlabel("step", x=0.41)
     here = look(e.run.variant)
     handles = [
@@ -69,7 +69,7 @@ def of_run(d: Diagnosis, among: int = 1) -> Drawing:
         )
     if e.harm is not None or e.jump is not None:
         handles.append(Patch(color=HARM, alpha=0.5, lw=0, label="harm begins"))
-    sheet.legend(handles, 6)
+    sheet.legend(handles, 4)
     return Drawing(sheet.figure, pd.DataFrame(rows))
 
 
