@@ -246,6 +246,9 @@ class OptimConfig:
         low=0.0,
         below=3e38,
     )
+    head_lr_scale: float = key(
+        1.0, "Factor on the updates of the classifier, for controls: its logits alone drift.", low=0.0, below=3e38
+    )
 
 
 @dataclass

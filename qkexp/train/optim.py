@@ -56,7 +56,7 @@ class Updater:
     a gradient (λ·θ) and so goes through the moments.
 
     ``optim.qk_lr_scale`` multiplies the whole change of the Q and K projections, decay included: at 0 they
-    keep their initial bits.
+    keep their initial bits. ``optim.head_lr_scale`` does the same to the classifier.
     """
 
     def __init__(self, model: nn.Module, cfg: OptimConfig, steps: int):
@@ -72,11 +72,11 @@ class Updater:
         for _, parameter, span in _spans(self.named):
             parameter.grad = self.grad[span].view(parameter.shape)
         self._measured, self._owners = self._partition()
-        self._qk = [
-            piece.of(self.flat[span].view(parameter.shape))
+        self._scaled = [
+            (piece.of(self.flat[span].view(parameter.shape)), factor)
             for name, parameter, span in _spans(self.named)
             for piece in self._pieces[name]
-            if piece.projects_qk
+            if (factor := self._factor(piece)) != 1.0
         ]
         self._one = torch.ones((), dtype=self.flat.dtype)  # factors are rounded as weights are; on the CPU to be read
         self._decays = [
@@ -123,7 +123,7 @@ class Updater:
     def step(self, step: int) -> Update:
         """Decay and update."""
         lr = learning_rate(step, self.steps, self.cfg)
-        kept = [weights.clone() for weights in self._qk] if self.cfg.qk_lr_scale != 1.0 else []
+        kept = [weights.clone() for weights, _ in self._scaled]
         for strength, spans, mask in self._decays:
             if self.cfg.name == "adam":
                 self.grad.addcmul_(self.flat, mask, value=strength)
@@ -135,8 +135,8 @@ class Updater:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
-        for weights, before in zip(self._qk, kept, strict=False):
-            weights.copy_(torch.lerp(before, weights, self.cfg.qk_lr_scale))
+        for (weights, factor), before in zip(self._scaled, kept, strict=True):
+            weights.copy_(torch.lerp(before, weights, factor))
         self._change -= self.flat
         measured = [_norm(self._change), _norm(self.flat)]
         if self.flat.dtype != torch.float32:
@@ -155,11 +155,11 @@ class Updater:
         if self.cfg.gain_decay:
             found["gains_decayed"] = [n for n, p in self.named if is_gain(n, p)]
             found["not_decayed"] = [n for n in found["not_decayed"] if n not in found["gains_decayed"]]
-        if self.cfg.qk_lr_scale != 1.0:  # pieces of fused parameters
-            label = f"q_k_rate_x_{self.cfg.qk_lr_scale:g}"
-            found[label] = []
-            for (name, parameter), piece in ((n, p) for n in self.named for p in self._pieces[n[0]] if p.projects_qk):
-                found[label].append(f"{name}[{piece.role}]")
+        for (name, parameter), piece in ((n, p) for n in self.named for p in self._pieces[n[0]]):
+            factor = self._factor(piece)
+            if factor != 1.0:  # pieces of fused parameters
+                label = f"{'q_k' if piece.projects_qk else 'head'}_rate_x_{factor:g}"
+                found.setdefault(label, []).append(f"{name}[{piece.role}]")
                 sizes[found[label][-1]] = piece.of(parameter).numel()
         return {
             label: {"tensors": len(names), "parameters": sum(sizes[n] for n in names), "names": names}
@@ -192,6 +192,12 @@ class Updater:
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+
+    def _factor(self, piece: Piece) -> float:
+        """What the updates of a piece are multiplied by."""
+        if piece.projects_qk:
+            return self.cfg.qk_lr_scale
+        return self.cfg.head_lr_scale if piece.parameter.startswith("head.") else 1.0
 
     def _split(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Views of the vector for the optimiser: the blocks' matrices (q, k and v apart), and all between them."""

@@ -9,7 +9,7 @@ import argparse
 import importlib
 from typing import Protocol
 
-VERBS = ("reproduce", "train", "sweep", "status", "verify", "figures", "sync", "probe", "data", "branch")
+VERBS = ("reproduce", "train", "sweep", "status", "verify", "figures", "sync", "probe", "data", "diagnose", "branch")
 
 
 class Verb(Protocol):

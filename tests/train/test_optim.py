@@ -268,6 +268,27 @@ def test_frozen_q_and_k_projections_keep_their_bits_also_under_decay_and_all_els
             assert not torch.equal(p, start[n]), n
 
 
+def test_a_rate_of_the_classifier_multiplies_its_change_and_no_other() -> None:
+    changes = []
+    for scale in (1.0, 30.0):
+        model = vit("none")
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        updater = Updater(
+            model, OptimConfig(lr=0.01, schedule="constant", head_lr_scale=scale, qk_lr_scale=0.5), steps=1
+        )
+        gradients(model)
+        updater.step(0)
+        changes.append({n: p.detach() - before[n] for n, p in model.named_parameters()})
+    groups = updater.groups()
+    assert groups["head_rate_x_30"]["names"] == ["head.weight[rest]", "head.bias[rest]"]
+    assert groups["q_k_rate_x_0.5"]["tensors"] > 0
+    for name, change in changes[1].items():
+        if name.startswith("head."):
+            torch.testing.assert_close(change, 30.0 * changes[0][name], rtol=1e-4, atol=1e-6)
+        else:
+            assert torch.equal(change, changes[0][name]), name
+
+
 def test_a_tenth_of_the_q_and_k_rate_makes_a_tenth_of_their_change() -> None:
     changes = []
     for scale in (1.0, 0.1):

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from qkexp.analysis.figures.anatomy import anatomy
-from qkexp.analysis.figures.entropy_double_lr import entropy_double_lr
-from qkexp.analysis.figures.forced_logits import forced_logits
 from qkexp.analysis.figures.branches import branches
 from qkexp.analysis.figures.cause import cause
+from qkexp.analysis.figures.entropy_double_lr import entropy_double_lr
+from qkexp.analysis.figures.forced_logits import forced_logits
 from qkexp.analysis.figures.heatmaps import heatmaps
 from qkexp.analysis.figures.logit_scaling import logit_scaling
 from qkexp.analysis.figures.lr_sensitivity import lr_sensitivity
@@ -30,6 +30,7 @@ from qkexp.analysis.figures.spikes import spikes
 from qkexp.analysis.figures.style import Drawing, save
 from qkexp.analysis.figures.temperature_shock import temperature_shock
 from qkexp.analysis.figures.three_places import three_places
+from qkexp.analysis.figures.timeline import timeline
 from qkexp.analysis.figures.vit22b_order import vit22b_order
 from qkexp.analysis.figures.vit22b_panels import vit22b_panels
 from qkexp.analysis.figures.vit22b_start import vit22b_start
@@ -60,6 +61,7 @@ FIGURES: dict[str, Callable[[Sweep], Drawing]] = {
     "spikes": spikes,
     "cause": cause,
     "branches": branches,
+    "timeline": timeline,
 }
 log = logging.getLogger("qkexp")
 
