@@ -219,3 +219,27 @@ def test_starts_are_arms_and_runs_of_one_start_are_refused(tmp_path: Path) -> No
     table = FIGURES["vit22b_start"](load_sweep(tmp_path)).table
     losses = table[(table.metric == "loss") & (table.step == 100)].set_index("arm").value
     assert losses.to_dict() == {"no norm, timm's start": 1.0, "no norm, matched start": 0.75}
+
+
+def test_side_by_side_shows_a_norm_the_low_rate_and_the_high_one_on_the_same_axes(tmp_path: Path) -> None:
+    for rate, peak in ((0.01, 50.0), (0.1, 5e4)):
+        store(tmp_path, f"optim.lr={rate}", loss=0.1 + rate, max_abs_logit=ramp(0, 199, 1.0, peak))
+    store(tmp_path, "attention=layernorm", "optim.lr=0.1", loss=0.3, max_abs_logit=np.full(STEPS, 10.0))
+    drawing = FIGURES["side_by_side"](load_sweep(tmp_path))
+    table = drawing.table
+    assert list(dict.fromkeys(table.run)) == ["LayerNorm, rate 0.1", "no norm, rate 0.01", "no norm, rate 0.1"]
+    loss = table[(table.metric == "loss") & (table.step == 150)].set_index("run").value
+    assert loss.to_dict() == pytest.approx(
+        {"LayerNorm, rate 0.1": 0.3, "no norm, rate 0.01": 0.11, "no norm, rate 0.1": 0.2}
+    )
+    logits = table[(table.metric == "max_abs_logit") & (table.layer == 1)].groupby("run").value.max()
+    assert logits["no norm, rate 0.1"] == pytest.approx(5e4, rel=1e-5)
+    limits = [panel.get_ylim() for panel in drawing.figure.axes[6:9]]
+    assert limits[0] == limits[1] == limits[2]
+
+
+def test_side_by_side_needs_two_rates(tmp_path: Path) -> None:
+    store(tmp_path, "optim.lr=0.1")
+    store(tmp_path, "attention=layernorm", "optim.lr=0.1")
+    with pytest.raises(DoesNotFit, match="two or more rates"):
+        FIGURES["side_by_side"](load_sweep(tmp_path))

@@ -74,15 +74,17 @@ def side_by_side(sweep: Sweep) -> Drawing:
 
 
 def _columns(sweep: Sweep) -> dict[str, Run]:
-    found = {key: [run for run in runs if len(run.layers.steps)] for key, runs in cells(sweep).items()}
+    found = cells(sweep)
     rates = sorted({lr for _, lr in found})
     normed = sorted({name for name, _ in found if name not in ("none", "softcap")}, key=rank)
     if len(rates) < 2 or not normed:
         raise DoesNotFit("needs a norm and none, at two or more rates")
     wanted = [(normed[0], rates[-1]), ("none", rates[0]), ("none", rates[-1])]
-    if not all(found.get(key) for key in wanted):
+    chosen = [next((run for run in found.get(key, ()) if len(run.layers.steps)), None) for key in wanted]
+    if not all(chosen):
         raise DoesNotFit("needs probed runs of a norm and none at the highest rate, and of none at the lowest")
-    return {f"{look(name).label}, rate {lr:g}": found[name, lr][0] for name, lr in wanted}
+    titles = [f"{look(name).label}, rate {lr:g}" for name, lr in wanted]
+    return {title: run for title, run in zip(titles, chosen, strict=True) if run is not None}
 
 
 def _same_scale(row: np.ndarray, panel: Panel, values: np.ndarray) -> None:

@@ -33,13 +33,14 @@ LOOKS: tuple[tuple[str, Any, str], ...] = (
 def temperature_shock(sweep: Sweep) -> Drawing:
     """Draw a run without and runs with a temperature, an arm for each step at which it begins."""
     found = groups(sweep, "variant", "attention.temperature", "attention.temperature_from", "optim.lr")
-    found = {key: [run for run in runs if len(run.layers.steps)] for key, runs in found.items()}
     plain = [runs for (_, tau, *_), runs in found.items() if tau == 1.0]
-    shocked = sorted(
-        ((start, tau, runs) for (_, tau, start, _), runs in found.items() if tau != 1.0), key=lambda x: x[0]
-    )
-    if len(plain) != 1 or not 1 <= len(shocked) < len(LOOKS) or not all(found.values()):
+    with_tau = [(start, tau, runs) for (_, tau, start, _), runs in found.items() if tau != 1.0]
+    shocked = sorted(with_tau, key=lambda arm: arm[0])
+    if len(plain) != 1 or not 1 <= len(shocked) < len(LOOKS):
         raise DoesNotFit("needs one arm without attention.temperature and one to three with it, at one rate")
+    plain, shocked = [_probed(runs) for runs in plain], [(start, tau, _probed(runs)) for start, tau, runs in shocked]
+    if not plain[0] or not all(runs for *_, runs in shocked):
+        raise DoesNotFit("an arm has no probed steps")
     arms = [Arm("no shock", plain[0], *LOOKS[0])]
     for look, (start, tau, runs) in zip(LOOKS[1:], shocked, strict=False):
         when = "in warm-up" if start < runs[0].typed.optim.warmup else "after warm-up"
@@ -56,6 +57,10 @@ def temperature_shock(sweep: Sweep) -> Drawing:
         axes.set_xlabel("")
     sheet.legend(handles(arms), 3)
     return Drawing(sheet.figure, table)
+
+
+def _probed(runs: list[Run]) -> list[Run]:
+    return [run for run in runs if len(run.layers.steps)]
 
 
 def _ends(arms: list[Arm]) -> pd.DataFrame:
