@@ -181,7 +181,8 @@ def test_precision_names_types_and_tells_overflow_from_a_bad_loss(tmp_path: Path
     table = table_of("precision", tmp_path)
     runs = table[table.kind == "run"].set_index("precision")
     assert runs.overflows.to_dict() == {"fp32": False, "bf16": False, "bf16_pure": False, "fp16": True}
-    assert runs.resolution["bf16"] == pytest.approx(512 / 9e4, rel=1e-5)
+    assert runs.ulp["bf16"] == 512.0
+    assert runs.resolution["bf16"] == pytest.approx((512 / 9e4 + 0.1 / 10) / 2, rel=1e-5), "of both layers"
     assert math.isinf(runs.val_loss["fp16"])
     curves = table[table.kind == "curve"]
     assert set(curves.precision) == set(runs.index)
