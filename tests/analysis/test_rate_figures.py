@@ -101,6 +101,17 @@ def test_max_lr_of_one_seed_has_losses_and_no_verdict(tmp_path: Path) -> None:
     assert table[table.kind == "line"].bracket.tolist() == ["undecided: no verdict at 0.003"]
 
 
+def test_of_one_seed_no_claim_about_verdicts_fails(tmp_path: Path) -> None:
+    """``reproduce max_lr --quick``."""
+    for variant in ("none", "rmsnorm"):
+        for rate in (*RATES, 1.0):
+            make(tmp_path, f"attention={variant}", f"optim.lr={rate}", val=2.3 if variant == "none" else 0.9)
+    expect = compose_sweep(["experiment=max_lr"]).expect
+    assert expect is not None
+    verdicts = {check(load_sweep(tmp_path), spec).verdict for spec in expect["claims"]}
+    assert verdicts <= {"not run", "too few seeds", "not shown at this size"}
+
+
 # ---------------------------------------------------------------- sizes
 
 
