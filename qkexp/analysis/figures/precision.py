@@ -21,7 +21,7 @@ from qkexp.record.load import Run, Sweep
 FP16_MAX = 65504.0
 STYLES: dict[str, Any] = {"fp32": "-", "bf16": (0, (4, 1.5)), "bf16_pure": (0, (6, 1.5, 1, 1.5)), "fp16": (0, (1, 1.2))}
 ALLOWED = {"precision.autocast", "precision.weights"}
-MEASURED = ("max_abs_logit", "resolution", "ulp", "val_loss")
+MEASURED = ("max_abs_logit", "resolution", "ulp", "steps_beyond", "val_loss")
 
 
 @styled
