@@ -101,6 +101,17 @@ def test_max_lr_of_one_seed_has_losses_and_no_verdict(tmp_path: Path) -> None:
     assert table[table.kind == "line"].bracket.tolist() == ["undecided: no verdict at 0.003"]
 
 
+def test_of_one_seed_no_claim_about_verdicts_fails(tmp_path: Path) -> None:
+    """``reproduce max_lr --quick``."""
+    for variant in ("none", "rmsnorm"):
+        for rate in (*RATES, 1.0):
+            make(tmp_path, f"attention={variant}", f"optim.lr={rate}", val=2.3 if variant == "none" else 0.9)
+    expect = compose_sweep(["experiment=max_lr"]).expect
+    assert expect is not None
+    verdicts = {check(load_sweep(tmp_path), spec).verdict for spec in expect["claims"]}
+    assert verdicts <= {"not run", "too few seeds", "not shown at this size"}
+
+
 # ---------------------------------------------------------------- sizes
 
 
@@ -181,7 +192,8 @@ def test_precision_names_types_and_tells_overflow_from_a_bad_loss(tmp_path: Path
     table = table_of("precision", tmp_path)
     runs = table[table.kind == "run"].set_index("precision")
     assert runs.overflows.to_dict() == {"fp32": False, "bf16": False, "bf16_pure": False, "fp16": True}
-    assert runs.resolution["bf16"] == pytest.approx(512 / 9e4, rel=1e-5)
+    assert runs.ulp["bf16"] == 512.0
+    assert runs.resolution["bf16"] == pytest.approx((512 / 9e4 + 0.1 / 10) / 2, rel=1e-5), "of both layers"
     assert math.isinf(runs.val_loss["fp16"])
     curves = table[table.kind == "curve"]
     assert set(curves.precision) == set(runs.index)

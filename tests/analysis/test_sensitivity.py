@@ -15,6 +15,7 @@ from qkexp.analysis.claims import check
 from qkexp.analysis.figures.selection import DoesNotFit
 from qkexp.analysis.sensitivity import comparisons, lr_sensitivity, summary
 from qkexp.analysis.stability import stability, verdicts
+from qkexp.cli import main
 from qkexp.compose import compose_sweep
 from qkexp.naming import run_name
 from qkexp.record.files import write_json
@@ -192,3 +193,17 @@ def test_two_rates_make_no_table(tmp_path: Path) -> None:
     with pytest.raises(DoesNotFit, match="3 or more"):
         tables.build("sensitivity", load_sweep(tmp_path))
     assert tables.write(load_sweep(tmp_path)) == []
+
+
+def test_figures_of_a_sweep_over_rates_prints_its_tables_and_what_they_lack(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line(tmp_path, "none", (0.4, 0.2, 1.2, None))
+    line(tmp_path, "rmsnorm", (0.3, 0.2, 0.25, 0.5))
+    assert main(["figures", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "LR sens." in said
+    assert "a 95% bootstrap interval needs at least 4 seeds, there are 3" in said
+    assert (tmp_path / "tables" / "paired.csv").exists()
+    assert main(["figures", str(tmp_path), "lr_sensitivity"]) == 0
+    assert "LR sens." not in capsys.readouterr().out, "one figure was asked for"

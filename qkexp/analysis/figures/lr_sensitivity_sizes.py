@@ -15,7 +15,7 @@ from qkexp.analysis.figures.selection import DoesNotFit, recipe_text, rows_of
 from qkexp.analysis.figures.style import GREY, LEVEL_STYLE, Drawing, canvas, look, plain_log_ticks, rank, styled
 from qkexp.analysis.sensitivity import REFERENCE, SIZE_KEYS, Line, lines
 from qkexp.analysis.stability import MIN_SEEDS
-from qkexp.analysis.statistics import METHOD, TooFewSeeds, interval
+from qkexp.analysis.statistics import METHOD, TooFewSeeds, bootstrap_seeds, interval
 from qkexp.record.load import Sweep
 
 MIN_SIZES, MIN_RATES = 2, 3
@@ -166,7 +166,10 @@ def _legend(sizes: list[float], variants: list[str], chance: float) -> list[Arti
 def _caption(sweep: Sweep, table: pd.DataFrame) -> list[str]:
     first = next(iter(sweep.all.values()))
     seeds = table.seed.nunique()
-    bars = METHOD["interval"] if seeds >= 4 else f"Bars span the {seeds} seeds (too few for an interval)."
+    bars = (
+        METHOD["interval"] if seeds >= bootstrap_seeds() else f"Bars span the {seeds} seeds, too few for an interval."
+    )
+    bars = bars if seeds > 1 else "One seed."
     return [
         f"ViTs on {first.typed.data.name}; {recipe_text(first)}. Curves are medians over seeds, dots runs.",
         "LR sensitivity (Wortsman et al. 2023): mean over the rates of min(ℓ, ℓ₀) − ℓ*, ℓ₀ the training loss before "

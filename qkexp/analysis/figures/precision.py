@@ -21,7 +21,7 @@ from qkexp.record.load import Run, Sweep
 FP16_MAX = 65504.0
 STYLES: dict[str, Any] = {"fp32": "-", "bf16": (0, (4, 1.5)), "bf16_pure": (0, (6, 1.5, 1, 1.5)), "fp16": (0, (1, 1.2))}
 ALLOWED = {"precision.autocast", "precision.weights"}
-MEASURED = ("max_abs_logit", "resolution", "ulp", "val_loss")
+MEASURED = ("max_abs_logit", "resolution", "ulp", "steps_beyond", "val_loss")
 
 
 @styled
@@ -58,7 +58,8 @@ def _table(sweep: Sweep) -> pd.DataFrame:
     """Rows of kind run and median.
 
     ``overflows``: the run ended because something was not finite; ``steps_beyond``: probed steps with a score over
-    65,504 (z, not |z|: one of -inf only has no weight); ``resolution``: spacing of scores over the largest one;
+    65,504 (z, not |z|: one of -inf only has no weight); ``ulp``: the largest spacing of scores at a head's
+    largest one; ``resolution``: spacing over score, median over steps, layers and heads;
     ``skipped``: attempts of FP16 whose gradient overflowed.
     """
     table = measured(
@@ -66,7 +67,8 @@ def _table(sweep: Sweep) -> pd.DataFrame:
         {
             "precision": lambda run: name(run.typed.precision),
             "max_abs_logit": largest("max_abs_logit"),
-            "ulp": largest("score_ulp"),
+            "ulp": lambda run: float(run.attention.score_ulp.max()),
+            "resolution": _resolution,
             "val_loss": lambda run: run.final_val_loss,
             "overflows": lambda run: str((run.outcome or {}).get("reason", "")).startswith("nonfinite"),
             "steps_beyond": _steps_beyond,
@@ -79,7 +81,6 @@ def _table(sweep: Sweep) -> pd.DataFrame:
     if other:
         raise DoesNotFit(f"runs differ in {', '.join(other)} as well")
     table = table.drop(columns=list(ALLOWED & set(table.columns)))
-    table["resolution"] = table.ulp / table.max_abs_logit
     table["arm"] = table.variant.map(_label) + ", " + table.precision
     return medians(table, ["variant", "precision", "arm", "lr"], MEASURED)
 
@@ -89,6 +90,11 @@ def name(precision: PrecisionConfig) -> str:
     if precision.weights == "bf16":
         return "bf16_pure"
     return "fp32" if precision.autocast == "none" else precision.autocast
+
+
+def _resolution(run: Run) -> float:
+    heads = run.attention[run.attention.max_abs_logit > 0]
+    return float((heads.score_ulp / heads.max_abs_logit).median())
 
 
 def _steps_beyond(run: Run) -> int:
