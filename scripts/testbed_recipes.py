@@ -158,10 +158,9 @@ DEVELOP: tuple[Recipe, ...] = (
            {"attention": "none", **MATCH, "optim.lr": "2e-2", "optim.weight_decay": "3e-3,1e-2,3e-2",
             "seed": "621,622"}),
     Recipe("plain healthy",
-           {"attention": "none,layernorm,rmsnorm,l2,softcap", **MATCH, "optim.lr": "1e-3,3e-3", "seed": 623}),
-    Recipe("plain healthy", {"attention": "none,rmsnorm", **MATCH, "optim.lr": "1e-2", "seed": "624,625"}),
+           {"attention": "none,layernorm,rmsnorm,l2,softcap", **MATCH, "optim.lr": "3e-3", "seed": 623}),
+    Recipe("plain healthy", {"attention": "none,rmsnorm", **MATCH, "optim.lr": "1e-2", "seed": 624}),
     Recipe("plain healthy", {"attention": "rmsnorm", "optim": "muon,adam", "optim.lr": "3e-3", "seed": 626}),
-    Recipe("plain healthy", {"attention": "rmsnorm", "optim": "sgd", "optim.lr": "0.3", "seed": 626}),
     Recipe("plain healthy", {"attention": "none", "precision": "fp32,fp16,bf16_pure", "optim.lr": "3e-3", "seed": 627}),
 )  # fmt: skip
 # Other data (Fashion-MNIST and synthetic images, 17 tokens each), sizes (width, depth, 5 tokens), rates and length.

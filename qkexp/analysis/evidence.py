@@ -58,9 +58,7 @@ class Evidence:
     jump: Jump | None = None
     update: float = math.nan  # ‖Δθ‖ / ‖θ‖ of a step: median of the 20 before the harm, or of the whole run
     output: float = math.nan  # largest |output logit| up to the harm's late end
-    body: float = (
-        math.nan
-    )  # largest growth of a layer's raw ‖q‖ or ‖k‖ since the first probe, up to the harm's late end
+    body: float = math.nan  # growth of raw ‖q‖ or ‖k‖ since the first probe, largest of layers, up to there
     growth: dict[str, Any] = field(default_factory=dict)  # of the pair that attains max |z|
     other: Run | None = None
     parted: dict[str, Onset] = field(default_factory=dict)  # onsets against the other arm
@@ -138,7 +136,6 @@ def _entropy(attention: Attention, healthy: int) -> dict[str, Any]:
     if not np.isfinite(share).any():
         return {}
     usual = healthy_reference(steps, share, healthy)
-    # of rows that were not measured at all there is nothing to reduce
     late = share[steps >= steps[0] + 0.8 * (steps[-1] - steps[0])]
     end, least = _columns(np.median, late), _columns(np.min, share)
     limit = np.fmin(COLLAPSED_FRAC, COLLAPSED_OF_HEALTHY * usual)
@@ -207,12 +204,10 @@ def _growth(attention: Attention, logit: Onset | None, healthy: int) -> dict[str
     end = known[-1].row if known else int(np.nanargmax(column))
     pick = [{name: float(attention.heads[name][row, at[0], at[1]]) for name in PAIR} for row in (start, end)]
     split = split_growth(*pick)
+    if not split:
+        return {}
     place = {"layer": attention.layers[at[0]], "head": int(at[1])}
-    return (
-        {**place, "from_step": int(attention.steps[start]), "to_step": int(attention.steps[end]), **split}
-        if split
-        else {}
-    )
+    return {**place, "from_step": int(attention.steps[start]), "to_step": int(attention.steps[end]), **split}
 
 
 def _update(run: Run, until: int | None) -> float:

@@ -36,23 +36,28 @@ class Link:
     column: str
     kind: str
     grid: tuple[float, float, float]
-    words: str
+    short: str
+    verb: str
     per_layer: bool = False
+
+    @property
+    def words(self) -> str:
+        return f"{self.short} {self.verb}"
 
 
 LINKS: tuple[Link, ...] = (
-    Link("q_in", "q_in_norm_mean", "growth", (2.0, 3.0, 5.0), "‖q̂‖ grows", True),
-    Link("k_in", "k_in_norm_mean", "growth", (2.0, 3.0, 5.0), "‖k̂‖ grows", True),
-    Link("logit", "max_abs_logit", "growth", (4.0, 10.0, 30.0), "max |logit| grows", True),
-    Link("attn_max", "attn_max_mean", "to_one", (0.5, 0.7, 0.9), "attn max goes to 1", True),
-    Link("entropy", "entropy_frac", "fall", (2.5, 5.0, 10.0), "entropy falls", True),
-    Link("grad_qk", "grad_norm_qk", "growth", (5.0, 10.0, 20.0), "gradient of q, k grows"),
-    Link("grad_vo", "grad_norm_vo", "growth", (5.0, 10.0, 20.0), "gradient of v, o grows"),
-    Link("grad_mlp", "grad_norm_mlp", "growth", (5.0, 10.0, 20.0), "gradient of the MLP grows"),
-    Link("grad_rest", "grad_norm_rest", "growth", (5.0, 10.0, 20.0), "gradient of the rest grows"),
-    Link("out_logit", "out_logit_absmax", "growth", (4.0, 10.0, 30.0), "output logits grow"),
-    Link("loss", "loss", "rise", (0.1, 0.2, 0.4), "training loss rises"),
-    Link("val_loss", "val_loss", "rise", (0.1, 0.2, 0.4), "validation loss rises"),
+    Link("q_in", "q_in_norm_mean", "growth", (2.0, 3.0, 5.0), "‖q̂‖", "grows", True),
+    Link("k_in", "k_in_norm_mean", "growth", (2.0, 3.0, 5.0), "‖k̂‖", "grows", True),
+    Link("logit", "max_abs_logit", "growth", (4.0, 10.0, 30.0), "max |logit|", "grows", True),
+    Link("attn_max", "attn_max_mean", "to_one", (0.5, 0.7, 0.9), "attn max", "goes to 1", True),
+    Link("entropy", "entropy_frac", "fall", (2.5, 5.0, 10.0), "entropy", "falls", True),
+    Link("grad_qk", "grad_norm_qk", "growth", (5.0, 10.0, 20.0), "gradient of q, k", "grows"),
+    Link("grad_vo", "grad_norm_vo", "growth", (5.0, 10.0, 20.0), "gradient of v, o", "grows"),
+    Link("grad_mlp", "grad_norm_mlp", "growth", (5.0, 10.0, 20.0), "gradient of the MLP", "grows"),
+    Link("grad_rest", "grad_norm_rest", "growth", (5.0, 10.0, 20.0), "gradient of the rest", "grows"),
+    Link("out_logit", "out_logit_absmax", "growth", (4.0, 10.0, 30.0), "output logits", "grow"),
+    Link("loss", "loss", "rise", (0.1, 0.2, 0.4), "training loss", "rises"),
+    Link("val_loss", "val_loss", "rise", (0.1, 0.2, 0.4), "validation loss", "rises"),
 )
 BY_LINK = {link.name: link for link in LINKS}
 

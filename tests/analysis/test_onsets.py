@@ -25,7 +25,7 @@ from qkexp.analysis.onsets import (
 )
 
 STEPS = np.arange(300)
-LINK = Link("x", "x", "growth", (2.0, 4.0, 8.0), "x grows", True)
+LINK = Link("x", "x", "growth", (2.0, 4.0, 8.0), "x", "grows", True)
 
 
 def ramp(start: int, length: int, top: float, base: float = 1.0) -> np.ndarray:

@@ -146,10 +146,11 @@ def _where(onset: Onset | None) -> str:
 def _caption(d: Diagnosis, among: int) -> Iterable[str]:
     e = d.evidence
     which = f" (the one of {among} runs that says most)" if among > 1 else ""
-    pairs = [f"{BY_LINK[a].words} before {BY_LINK[b].words}" for a, b in d.order if b in ("loss", "entropy", "grad_qk")]
+    firsts = {b: [BY_LINK[a].short for a, then in d.order if then == b] for b in ("entropy", "grad_qk", "loss")}
+    held = [f"{', '.join(names)} before {BY_LINK[b].short}" for b, names in firsts.items() if names]
     return [
         f"{d.name}{which}: {d.verdict.replace('_', ' ')}. " + "; ".join(d.words) + ".",
-        "Held over the whole grid of thresholds: " + "; ".join(pairs) + "." if pairs else "",
+        "Held over the whole grid of thresholds: " + "; ".join(held) + "." if held else "",
         f"{model_text(e.run)}, peak learning rate {e.run.lr:g}; {recipe_text(e.run)}.",
         "A score is a number over its healthy median (first 5 % of the run, at least 20 steps), or as the axis says; "
         "three thresholds, mild to severe; an onset holds the first crossings of all three. The layer is the one that "
