@@ -20,7 +20,7 @@ from qkexp.analysis.figures.selection import (
     unfinished_text,
 )
 from qkexp.analysis.figures.style import GREY, LEVEL_STYLE, Drawing, canvas, look, rank, styled
-from qkexp.analysis.sensitivity import MIN_SEEDS
+from qkexp.analysis.stability import MIN_SEEDS
 from qkexp.config import identity_keys
 from qkexp.record.load import Run, Sweep
 

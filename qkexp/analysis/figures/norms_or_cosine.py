@@ -11,7 +11,7 @@ from qkexp.analysis.figures.curves import Arm, Panel, draw, handles
 from qkexp.analysis.figures.grouping import over_seeds
 from qkexp.analysis.figures.selection import DoesNotFit, at_highest_rate, model_text, recipe_text, unfinished_text
 from qkexp.analysis.figures.style import Drawing, canvas, styled
-from qkexp.analysis.sensitivity import onset
+from qkexp.analysis.measures import onset
 from qkexp.record.load import Run, Sweep
 from qkexp.train.events import healthy_steps
 

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from qkexp.analysis.figures.selection import DoesNotFit, at_highest_rate, constant_loss, model_text, recipe_text
 from qkexp.analysis.figures.style import GREY, Drawing, canvas, styled
-from qkexp.analysis.sensitivity import GRAD_START, grad_growth, onset
+from qkexp.analysis.measures import GRAD_START, grad_growth, onset
 from qkexp.record.load import Run, Sweep
 from qkexp.train.outcome import ROSE, smooth
 
