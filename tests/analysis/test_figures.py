@@ -516,4 +516,4 @@ def test_a_legend_of_every_look_fits_the_width_that_its_columns_were_chosen_for(
         sheet.figure.draw_without_rendering()
         box = sheet.figure.legends[0].get_window_extent()
     assert (box.x0 >= 0, box.x1 <= sheet.figure.bbox.width) == (True, True)
-    assert columns == {4.0: 1, 6.4: 2, 10.0: 3}[width]  # and no fewer than need be
+    assert columns == {4.0: 1, 6.4: 3, 10.0: 4}[width]  # and no fewer than need be
