@@ -79,7 +79,7 @@ class Experiment:
         missing = [key for key in REQUIRED if key not in header]
         if missing or not title:
             raise ValueError(f"{path.name}: the header has no {', '.join(missing) or 'first sentence'}")
-        content = yaml.safe_load(text)
+        content = yaml.safe_load(text) or {}
         claims = (content.get("expect") or {}).get("claims", [])
         return cls(path.stem, " ".join(title), header, tuple(content.get("figures") or ()), len(claims))
 

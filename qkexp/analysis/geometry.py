@@ -22,15 +22,30 @@ KEYS = (17, 65, 257)
 WIDTHS = (16, 64, 128)
 
 
+def split_entropy(bound: np.ndarray | float, n: int, high: np.ndarray | int = 1) -> np.ndarray:
+    """Entropy, nats, of a softmax over n scores, ``high`` of them at +bound and the others at -bound."""
+    rest = (n - np.asarray(high)) * np.exp(-2.0 * np.asarray(bound, dtype=np.float64))
+    return np.log(high + rest) + 2.0 * np.asarray(bound) * rest / (high + rest)
+
+
+def sharpest_split(bound: np.ndarray | float, n: int) -> np.ndarray:
+    """How many of n scores within ±bound stand at +bound where the entropy is smallest.
+
+    Along each score the entropy rises, then falls (its slope has the sign of exp(-H) - p), so its minima are corners of
+    the box. One high score is the sharpest only for a large enough bound: at 17 keys from 2 on, at 257 from 4 on.
+    """
+    high = np.arange(1, n)
+    return high[split_entropy(np.asarray(bound, dtype=np.float64)[..., None], n, high).argmin(-1)]
+
+
 def entropy_floor(bound: np.ndarray | float, n: int) -> np.ndarray:
-    """Smallest entropy, nats, of a softmax over n scores within ±bound: one score at +bound, all others at -bound."""
-    rest = (n - 1) * np.exp(-2.0 * np.asarray(bound, dtype=np.float64))
-    return np.log1p(rest) + 2.0 * np.asarray(bound) * rest / (1.0 + rest)
+    """Smallest entropy, nats, of a softmax over n scores within ±bound."""
+    return split_entropy(bound, n, sharpest_split(bound, n))
 
 
 def gap_entropy(gap: np.ndarray, n: int) -> np.ndarray:
     """Entropy, nats, of a softmax where one of n scores stands ``gap`` above the others, which are equal."""
-    return entropy_floor(np.asarray(gap) / 2.0, n)
+    return split_entropy(np.asarray(gap) / 2.0, n)
 
 
 def lengths_to_one_hot(lengths: np.ndarray, d: int = 64, cosine: float = 0.5) -> pd.DataFrame:
@@ -86,8 +101,8 @@ def bounded_entropy(bounds: np.ndarray) -> pd.DataFrame:
     """The least entropy that |score| <= B allows, at its minimiser, against B."""
     parts = []
     for n in KEYS:
-        q, k = torch.ones(1, len(bounds), 1, 1), torch.full((1, len(bounds), n, 1), -1.0)
-        k[:, :, 0] = 1.0
+        high = torch.from_numpy(sharpest_split(bounds, n)).view(1, -1, 1, 1)
+        q, k = torch.ones(1, len(bounds), 1, 1), torch.where(torch.arange(n).view(1, 1, -1, 1) < high, 1.0, -1.0)
         k *= torch.tensor(bounds, dtype=torch.float32).view(1, -1, 1, 1)
         found = attention_stats(q, k, 1.0)["entropy_mean"]
         parts.append(_table(f"N = {n}", bounds, found, entropy_floor(bounds, n)))

@@ -12,7 +12,7 @@ from scipy.optimize import minimize
 from scipy.special import entr, softmax
 
 from qkexp.analysis.figures import FIGURES, DoesNotFit
-from qkexp.analysis.geometry import KEYS, entropy_floor, gain_bound, gap_entropy, lengths_to_one_hot
+from qkexp.analysis.geometry import KEYS, entropy_floor, gain_bound, gap_entropy, lengths_to_one_hot, sharpest_split
 from qkexp.record.load import Run, Sweep
 from qkexp.verbs.terminal import DONE
 
@@ -27,14 +27,24 @@ def test_floor_is_the_entropy_of_its_minimiser(bound: float, n: int, wanted: flo
     assert entropy_floor(bound, n) == pytest.approx(entropy(np.r_[bound, np.full(n - 1, -bound)]), rel=1e-9)
 
 
+def test_one_high_score_is_not_the_sharpest_row_of_a_small_bound() -> None:
+    # 9 scores within ±0.5: four high ones are sharper than one, though one holds more weight
+    assert entropy_floor(0.5, 9) < entropy(np.r_[0.5, np.full(8, -0.5)]) - 0.04
+    splits = [entropy(np.r_[np.full(m, 0.5), np.full(9 - m, -0.5)]) for m in range(1, 9)]
+    assert entropy_floor(0.5, 9) == pytest.approx(min(splits), rel=1e-12)
+    assert sharpest_split(0.5, 9) == 1 + int(np.argmin(splits)) > 1
+    assert sharpest_split(np.array([4.0, 11.31]), 257).tolist() == [1, 1]
+
+
 def test_no_row_within_the_bound_is_sharper_than_the_floor() -> None:
     draw = np.random.default_rng(0)
     for bound in (0.5, 2.0, 4.0):
         rows = [draw.uniform(-bound, bound, 9), draw.choice([-bound, bound], 9)]
         rows += [minimize(entropy, row, bounds=[(-bound, bound)] * 9).x for row in rows]
         assert min(map(entropy, rows)) >= entropy_floor(bound, 9) - 1e-9
-        found = minimize(entropy, np.r_[0.1, np.zeros(8)], bounds=[(-bound, bound)] * 9)
-        assert found.fun == pytest.approx(entropy_floor(bound, 9), rel=1e-5), "an optimiser finds the floor"
+        starts = [draw.uniform(-bound, bound, 9) for _ in range(30)]
+        found = min(minimize(entropy, start, bounds=[(-bound, bound)] * 9).fun for start in starts)
+        assert found == pytest.approx(entropy_floor(bound, 9), rel=1e-5), "an optimiser finds the floor"
 
 
 def test_gap_entropy_is_that_of_one_score_above_equal_others() -> None:

@@ -99,6 +99,12 @@ def line(axes: Axes, rows: pd.DataFrame, arm: Arm) -> None:
         axes.plot(last.step, last.value, "x", color=arm.colour, ms=6, mew=1.6, zorder=6)
 
 
+def seeds_text(arms: Sequence[Arm]) -> str:
+    """What lines and bands stand for."""
+    count = max(len(arm.runs) for arm in arms)
+    return "One seed each." if count == 1 else f"Line: median of {count} seeds; band: their range."
+
+
 def handles(arms: Sequence[Arm]) -> list[Line2D]:
     """Legend entries."""
     ended = any(ended_early(run) for arm in arms for run in arm.runs)

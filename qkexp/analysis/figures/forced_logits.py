@@ -75,10 +75,12 @@ def _row(run: Run) -> dict[str, float]:
     final = (run.outcome or {}).get("final", {})
     return {
         "kappa": kappa(run),
+        "scale_init": run.typed.attention.scale_init or math.nan,
         "seed": run.seed,
         "final_loss": final.get("loss", math.nan),
         "val_loss": run.final_val_loss,
         "max_abs_logit": float(np.nanmax(logits)) if logits.size else math.nan,
+        "reached": float(np.nanmax(logits)) / kappa(run) if logits.size else math.nan,
         "entropy_frac": float(np.nanmin(np.nanmean(entropy[-20:], axis=0))) if entropy.size else math.nan,
     }
 

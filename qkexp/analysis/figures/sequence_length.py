@@ -66,7 +66,8 @@ def spread_at_start(keys: tuple[int, ...], width: int, rows: int) -> pd.DataFram
         z = q @ k.T
         row: dict[str, Any] = {"tokens": n, "std": float(z.std(axis=1).mean()), "largest": float(z.max(axis=1).mean())}
         out.append({**row, "sqrt_2_ln_n": math.sqrt(2 * math.log(n))})
-    return pd.DataFrame(out)
+    table = pd.DataFrame(out)
+    return table.assign(largest_over_limit=table.largest / table["std"] / table.sqrt_2_ln_n)
 
 
 def _row(run: Run) -> dict[str, Any]:

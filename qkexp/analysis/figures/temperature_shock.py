@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from qkexp.analysis.figures.curves import Arm, Panel, curves, draw, handles
+from qkexp.analysis.figures.curves import Arm, Panel, curves, draw, handles, seeds_text
 from qkexp.analysis.figures.grouping import finished, groups
 from qkexp.analysis.figures.selection import DoesNotFit, model_text, recipe_text, unfinished_text
 from qkexp.analysis.figures.style import GREY, Drawing, canvas, styled
@@ -81,8 +81,8 @@ def _ends(arms: list[Arm]) -> pd.DataFrame:
 def _caption(arms: list[Arm], runs: list[Run]) -> list[str]:
     one = runs[0]
     return [
-        f"{model_text(one)}, peak learning rate {one.lr:g}; {recipe_text(one)}. Line: median of "
-        f"{max(len(arm.runs) for arm in arms)} seeds; band: their range. Vertical lines: where scores begin to be "
+        f"{model_text(one)}, peak learning rate {one.lr:g}; {recipe_text(one)}. {seeds_text(arms)} "
+        "Vertical lines: where scores begin to be "
         "divided by τ, for the rest of the run (dotted: the end of the warm-up).",
         unfinished_text(runs),
     ]

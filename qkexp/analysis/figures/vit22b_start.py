@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from qkexp.analysis.figures.curves import Arm, Panel, curves, draw, handles
+from qkexp.analysis.figures.curves import Arm, Panel, curves, draw, handles, seeds_text
 from qkexp.analysis.figures.grouping import groups
 from qkexp.analysis.figures.selection import DoesNotFit, model_text, recipe_text, unfinished_text
 from qkexp.analysis.figures.style import Drawing, canvas, look, styled
@@ -37,8 +37,7 @@ def vit22b_start(sweep: Sweep) -> Drawing:
     table = curves(arms, PANELS)
     runs = [run for arm in arms for run in arm.runs]
     caption = [
-        f"{model_text(runs[0])}, peak learning rate {runs[0].lr:g}; {recipe_text(runs[0])}. Line: median of "
-        f"{max(len(arm.runs) for arm in arms)} seeds; band: their range.",
+        f"{model_text(runs[0])}, peak learning rate {runs[0].lr:g}; {recipe_text(runs[0])}. {seeds_text(arms)}",
         "timm's start is std 0.02 for every weight, which leaves un-normed attention uniform at first; the matched one "
         "scales W_q and W_k of un-normed variants so that logits spread as under RMSNorm.",
         unfinished_text(runs),
