@@ -68,9 +68,9 @@ def labels(recipes: Sequence[Recipe], name: str, output: str) -> dict[str, Recip
 def examine(sweep: Sweep, known: dict[str, Recipe]) -> Iterator[dict[str, object]]:
     """A row a run: kind, the verdict that its making calls for, whether that bit, and the verdicts."""
     for run in sweep.all.values():
-        if run.outcome is None:
+        recipe = known.get(identity(run.typed))
+        if recipe is None or run.status not in ("completed", "diverged"):
             continue
-        recipe = known[identity(run.typed)]
         kind = recipe.kind if recipe.intervened(run) else PLAIN
         yield {
             "run": run.name,

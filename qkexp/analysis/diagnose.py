@@ -30,7 +30,7 @@ INCONCLUSIVE = "inconclusive"
 VERDICTS = (ATTENTION, HARMLESS, OUTPUT_LOGITS, STEP_TOO_LARGE, DATA_FAULT, HEALTHY, INCONCLUSIVE)
 
 HIGH = 0.25  # of chance: a final loss over it may be held up by something
-DRIFTED = 60.0  # |output logit|: a loss of as many nats where such a logit is wrong
+DRIFTED = 5.0  # times chance, of |output logit|: what such a logit costs where it is wrong
 MOVED = 25.0  # growth of raw ‖q‖ or ‖k‖, which no norm holds back
 LARGE = 0.05  # ‖Δθ‖ / ‖θ‖ of a step
 
@@ -93,14 +93,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         OUTPUT_LOGITS,
-        f"harm, attention intact; output logits over {DRIFTED:g} and grown, while the body of the network stayed: raw "
-        f"‖q‖ and ‖k‖ grew less than {MOVED:g}-fold",
-        lambda e: _unstable(e) and e.output > DRIFTED and _reached(e, "out_logit") >= 1 and e.body < MOVED,
+        f"harm, attention intact; output logits grew, and over {DRIFTED:g} times chance, while the body of the network "
+        f"stayed: raw ‖q‖ and ‖k‖ grew less than {MOVED:g}-fold",
+        lambda e: _unstable(e) and e.output > DRIFTED * e.chance and _reached(e, "out_logit") >= 1 and e.body < MOVED,
     ),
     Rule(
         STEP_TOO_LARGE,
-        f"harm, attention intact; a step changes over {LARGE:.0%} of the weights",
-        lambda e: _unstable(e) and e.update > LARGE,
+        f"harm, attention intact; a step changes over {LARGE:.0%} of the weights, or raw ‖q‖ or ‖k‖ grew so much",
+        lambda e: _unstable(e) and (e.update > LARGE or e.body >= MOVED),
     ),
     Rule(INCONCLUSIVE, "harm, and none of the above", _unstable),
     Rule(

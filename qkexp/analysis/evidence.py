@@ -57,7 +57,7 @@ class Evidence:
     harm: Harm | None = None
     jump: Jump | None = None
     update: float = math.nan  # ‖Δθ‖ / ‖θ‖ of a step: median of the 20 before the harm, or of the whole run
-    output: float = math.nan  # largest |output logit| up to the harm's late end
+    output: float = math.nan  # largest |output logit| until the harm had begun, and through the healthy stretch
     body: float = math.nan  # growth of raw ‖q‖ or ‖k‖ since the first probe, largest of layers, up to there
     growth: dict[str, Any] = field(default_factory=dict)  # of the pair that attains max |z|
     other: Run | None = None
@@ -85,6 +85,7 @@ def gather(run: Run, other: Run | None = None) -> Evidence:
     found = onsets(run, links)
     harm = find_harm(mine, base.healthy, theirs, name)
     table = run.scalars
+    until = max(harm.late, base.healthy) if harm else int(mine.steps[-1])
     return replace(
         base,
         final_loss=mine.final,
@@ -96,8 +97,8 @@ def gather(run: Run, other: Run | None = None) -> Evidence:
         harm=harm,
         jump=find_jump(mine),
         update=_update(run, harm.early if harm else None),
-        output=float(table.out_logit_absmax[table.step <= (harm.late if harm else mine.steps[-1])].max()),
-        body=_body(attention, harm.late if harm else int(mine.steps[-1])),
+        output=float(table.out_logit_absmax[table.step <= until].max()),
+        body=_body(attention, until),
         growth=_growth(attention, found.get("logit"), base.healthy),
         other=Run(other.directory) if other is not None else None,
         parted=_parted(base, links, other) if other is not None else {},

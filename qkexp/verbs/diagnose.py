@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qkexp.config import UserError
 from qkexp.verbs.terminal import DONE, directory_of, err, out
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from qkexp.analysis.diagnose import Diagnosis
+    from qkexp.record.load import Sweep
 
 HELP = "which link of the chain broke first, and whether attention was at fault"
 EXAMPLE = "qkexp diagnose outputs/vit22b"
@@ -30,12 +33,12 @@ def run(options: argparse.Namespace) -> int:
     from qkexp.analysis.figures.selection import DoesNotFit
     from qkexp.analysis.figures.style import save
     from qkexp.record.files import write_json
-    from qkexp.record.load import load_sweep
+    from qkexp.record.load import load_run, load_sweep
 
     directory = directory_of(options.directory)
     single = (directory / "config.yaml").is_file()
-    sweep = load_sweep(directory.resolve().parent if single else directory)
-    runs = [r for r in sweep.all.values() if not single or r.directory == directory.resolve()]
+    sweep = beside(directory.resolve()) if single else load_sweep(directory)
+    runs = [load_run(directory.resolve())] if single else list(sweep.all.values())
     found = [diagnose(r, sweep) for r in track(runs, "diagnosing", console=err, transient=True)]
     write_json(directory / "diagnosis.json", {"runs": [as_dict(d) for d in found]})
     if options.json:
@@ -55,6 +58,16 @@ def run(options: argparse.Namespace) -> int:
         out.print(f"{directory}: " + ", ".join(f"{n} {v}" for v, n in counts.items()), soft_wrap=True)
     out.print(f"all numbers: {directory / 'diagnosis.json'}", soft_wrap=True)
     return DONE
+
+
+def beside(run: Path) -> Sweep:
+    """The sweep that a run lies in; itself alone where the plan there names no run that exists."""
+    from qkexp.record.load import Sweep, load_run, load_sweep
+
+    try:
+        return load_sweep(run.parent)
+    except UserError:
+        return Sweep(run.parent, {run.name: load_run(run)})
 
 
 def tell(d: Diagnosis) -> None:
@@ -97,6 +110,7 @@ def table(found: list[Diagnosis]) -> Table:
     for column in ("run", "verdict", "evidence"):
         made.add_column(column, overflow="fold")
     for d in found:
-        texts = [*d.words, *(c.text for c in d.compared), *d.notes]
+        said = d.words[-1:] if d.verdict == "healthy" else d.words  # of a healthy run, how it ended
+        texts = [*said, *(c.text for c in d.compared), *d.notes]
         made.add_row(d.name, f"[{STYLE.get(d.verdict, 'yellow')}]{d.verdict}[/]", "; ".join(texts))
     return made

@@ -307,6 +307,10 @@ def test_the_verb_tells_one_run_and_a_sweep_and_draws_the_timeline(tmp_path: Pat
     text = capsys.readouterr().out
     assert "max |logit| grows" in text
     assert (run / "figures" / "timeline.csv").is_file()
+    (run.parent / "plan.json").write_text('{"runs": []}')  # a run that its folder's plan no longer names
+    assert main(["diagnose", str(run)]) == 0
+    (run.parent / "plan.json").unlink()
+    capsys.readouterr()
     assert main(["diagnose", str(run.parent), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told == json.loads((run.parent / "diagnosis.json").read_text())
