@@ -101,7 +101,7 @@ def compare(probe, weights):
     for layer, p in enumerate(weights):
         found = frame[frame["layer"] == layer]
         for name, true in of_weights(p).items():
-            worst = max(worst, np.abs(found[name].to_numpy() - true).max())
+            worst = max(worst, float(np.abs(found[name].to_numpy() - true).max()))
             np.testing.assert_allclose(found[name], true, atol=1e-4, err_msg=f"{probe.names[layer]} {name}")
     return worst
 
