@@ -108,11 +108,11 @@ def gather(run: Run, other: Run | None = None) -> Evidence:
 def losses(run: Run) -> Losses:
     """Losses and gradient norms of a run, as :mod:`.harm` judges them."""
     table, outcome = run.scalars.dropna(subset=["loss"]), run.outcome or {}
-    columns = (table[name].to_numpy(np.float64) for name in ("loss", "grad_norm"))
     ended = outcome.get("step")
     return Losses(
         table.step.to_numpy(np.int64),
-        *columns,
+        table.loss.to_numpy(np.float64),
+        table.grad_norm.to_numpy(np.float64),
         chance=chance_loss(run),
         reason=str(outcome.get("reason") or ""),
         ended=len(table) if ended is None else int(ended),

@@ -152,7 +152,7 @@ def find_jump(mine: Losses) -> Jump | None:
         return None
     for row in np.flatnonzero(loss > chance):
         usual = float(np.median(loss[row - RECENT : row])) if row >= RECENT else math.inf
-        if usual < SURE * chance and loss[row] > chance + 0.5 * usual and _calm(mine, row):
+        if usual < SURE * chance and loss[row] > chance + 0.5 * usual and _calm(mine, int(row)):
             back = np.flatnonzero(loss[row + 1 :] < 0.5 * (usual + loss[row]))
             return Jump(int(mine.steps[row]), usual, float(loss[row]), int(back[0]) + 1 if len(back) else None)
     if mine.nonfinite and len(loss) >= RECENT:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import numpy as np
 import pandas as pd
@@ -143,7 +142,7 @@ def _where(onset: Onset | None) -> str:
     return place + interval(onset).replace(" (", "\n(")
 
 
-def _caption(d: Diagnosis, among: int) -> Iterable[str]:
+def _caption(d: Diagnosis, among: int) -> list[str]:
     e = d.evidence
     which = f" (the one of {among} runs that says most)" if among > 1 else ""
     firsts = {b: [BY_LINK[a].short for a, then in d.order if then == b] for b in ("entropy", "grad_qk", "loss")}
