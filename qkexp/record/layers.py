@@ -57,6 +57,8 @@ class Layers:
 
     def _reduce(self, metric: str) -> np.ndarray:
         needs = list(dict.fromkeys([metric, *(["max_abs_logit"] if BY_NAME[metric].heads == "max_pair" else [])]))
+        if not len(self.steps):
+            return np.empty((0, 0))
         table = self._read(needs)
         columns = np.stack([table[name].to_numpy().astype(np.float64) for name in needs])
         out = np.full((len(self.steps), len(self.layers)), np.nan)

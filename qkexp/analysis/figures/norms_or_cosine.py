@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pandas as pd
@@ -44,6 +45,8 @@ def norms_or_cosine(sweep: Sweep) -> Drawing:
             curves.append(rows.assign(kind="curve", metric=metric, layer=name, arm={**PARTS, **MEANS}[metric][0]))
         summary += [row for run, table in zip(runs, found, strict=True) for row in _summary(run, table, layer, name)]
     table = pd.concat([*curves, pd.DataFrame(summary)], ignore_index=True)
+    if not np.isfinite(table.loc[table.metric.isin([*PARTS, *MEANS]), "high"]).any():
+        raise DoesNotFit("its runs have no logits, or only zeros, to take logarithms of")
     sheet = canvas(2, 2, panel=(3.6, 2.1), paragraphs=_caption(runs, rate, table), legend_rows=2, sharex=True)
     for column, name in enumerate(places):
         for row, kinds in enumerate((PARTS, MEANS)):
@@ -57,7 +60,8 @@ def norms_or_cosine(sweep: Sweep) -> Drawing:
     for row, kinds in zip(sheet.axes, (PARTS, MEANS), strict=True):  # the layers on one scale
         shown = table[table.metric.isin(kinds)]
         for axes in row:
-            axes.set_ylim(min(-0.2, shown.low.min()), 1.05 * shown.high.max())
+            if np.isfinite(shown.high).any():
+                axes.set_ylim(min(-0.2, shown.low.min()), 1.05 * shown.high.max())
     sheet.legend(handles([Arm(label, [], *look) for label, *look in {**PARTS, **MEANS}.values()]), 3)
     return Drawing(sheet.figure, table)
 
@@ -77,6 +81,8 @@ def parts(run: Run, layer: int) -> pd.DataFrame:
         log = {name: np.log10(x) for name, x in value.items()}
     lengths = log["max_pair_q_norm"] + log["max_pair_k_norm"]
     means = log["q_in_norm_mean"] + log["k_in_norm_mean"]
+    with np.errstate(invalid="ignore"):
+        gap = log["logit_gap_mean"] - log["score_scale"] - means
     columns = {
         "growth": log["max_abs_logit"],
         "lengths": lengths,
@@ -84,10 +90,12 @@ def parts(run: Run, layer: int) -> pd.DataFrame:
         "scale": log["score_scale"],
         "mean_q": log["q_in_norm_mean"],
         "mean_k": log["k_in_norm_mean"],
-        "mean_cosine_gap": log["logit_gap_mean"] - log["score_scale"] - means,
+        "mean_cosine_gap": gap,
     }
     healthy = run.layers.steps < healthy_steps(run.typed.train.steps)
-    table = pd.DataFrame({name: x - np.nanmean(x[healthy]) for name, x in columns.items()})
+    with np.errstate(invalid="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a mean of nothing is absent
+        table = pd.DataFrame({name: x - np.nanmean(x[healthy]) for name, x in columns.items()})
     return table.assign(step=run.layers.steps, cosine=value["max_pair_cos"])
 
 
