@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 
 from qkexp.verbs.figures import draw_figures
+from qkexp.verbs.report import make_report
 from qkexp.verbs.sweep import run_sweep
 from qkexp.verbs.terminal import INTERRUPTED, WRONG_INPUT
 from qkexp.verbs.training import plan_of, takes_runs
 from qkexp.verbs.verify import verify_claims
 
-HELP = "sweep an experiment, verify its claims, draw its figures"
+HELP = "sweep an experiment, verify its claims, draw its figures, write its report"
 EXAMPLE = "qkexp reproduce --quick"
 
 
@@ -31,4 +32,5 @@ def run(options: argparse.Namespace) -> int:
         return code
     code = max(code, verify_claims(plan.directory))
     draw_figures(plan.directory)
+    make_report(plan.directory)
     return code
