@@ -33,7 +33,7 @@ def make_report(directory: Path) -> None:
 
     from qkexp.analysis.report import write_report
 
-    with Progress(console=out, transient=True) as bar:
+    with Progress(console=out, transient=True, disable=not out.is_terminal) as bar:
         task = bar.add_task("reading runs", total=None)
         path = write_report(directory, lambda done, total: bar.update(task, completed=done, total=total))
     out.print(f"report: {path}", soft_wrap=True, markup=False)

@@ -9,7 +9,7 @@ from html import escape
 from importlib.resources import files
 
 # in this order: later ones use what earlier ones define
-SCRIPTS = ("dom", "data", "theme", "chart", "view", "overview", "table", "run", "app")
+SCRIPTS = ("dom", "data", "theme", "chart", "view", "rate", "panels", "maps", "table", "overview", "run", "app")
 
 
 def page(name: str, payload: bytes, *, live: bool = False) -> str:
