@@ -36,10 +36,9 @@ class Live:
             return self._version, self._payload
 
     def _read(self) -> bytes:
-        start = time.monotonic()
-        self._version = self._reader.version()
-        payload = self._reader.payload(self._version)
-        self._ready = time.monotonic() + REST * (time.monotonic() - start)
+        start, version = time.monotonic(), self._reader.version()
+        payload = self._reader.payload(version)
+        self._version, self._ready = version, time.monotonic() + REST * (time.monotonic() - start)
         return payload
 
 

@@ -9,7 +9,20 @@ import argparse
 import importlib
 from typing import Protocol
 
-VERBS = ("reproduce", "train", "sweep", "status", "verify", "figures", "sync", "probe", "data", "report", "serve", "compare")
+VERBS = (
+    "reproduce",
+    "train",
+    "sweep",
+    "status",
+    "verify",
+    "figures",
+    "sync",
+    "probe",
+    "data",
+    "report",
+    "serve",
+    "compare",
+)
 
 
 class Verb(Protocol):

@@ -218,7 +218,9 @@ def test_variants_have_the_colours_of_the_figures_and_their_order(tmp_path: Path
         make_run(tmp_path, variant)
     shown = payload_of(tmp_path).header["variants"]
     assert [v["name"] for v in shown] == ["none", "layernorm", "rmsnorm_softcap"]
-    assert [(v["label"], v["colour"]) for v in shown] == [(look(v["name"]).label, look(v["name"]).colour) for v in shown]
+    assert [(v["label"], v["colour"]) for v in shown] == [
+        (look(v["name"]).label, look(v["name"]).colour) for v in shown
+    ]
 
 
 def test_events_are_cut_but_counted(tmp_path: Path) -> None:

@@ -80,7 +80,8 @@ function zigzag(series) {
       before = NaN;
       return;
     }
-    if (Math.abs(b - before) < Math.abs(a - before)) [a, b] = [b, a];
+    const falls = Number.isNaN(before) ? series.high[i + 1] < b : Math.abs(b - before) < Math.abs(a - before);
+    if (falls) [a, b] = [b, a];
     x.push(middle);
     y.push(a);
     if (a !== b) {

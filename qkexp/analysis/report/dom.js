@@ -72,9 +72,16 @@ function download(name, text) {
   setTimeout(() => URL.revokeObjectURL(url), 1000);
 }
 
+/** A control under its name. */
+function named(text, control) {
+  control.id = control.id || `control-${++named.count}`;
+  return h("div", { class: "choice" }, h("label", { for: control.id }, text), control);
+}
+named.count = 0;
+
 /** A choice of one; `options` are [value, text]. */
 function choice(text, options, value, onchange) {
   const select = h("select", { onchange: () => onchange(select.value) }, options.map(([v, t]) => h("option", { value: v }, t)));
   select.value = value;
-  return h("label", { class: "choice" }, h("span", {}, text), select);
+  return named(text, select);
 }

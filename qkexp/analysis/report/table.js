@@ -6,13 +6,13 @@ class RunTable {
     this.sort = { key: null, down: false };
     this.words = "";
     this.status = ALL;
-    this.filter = h("input", { type: "search", id: "filter", oninput: () => this.set("words", this.filter.value) });
+    this.filter = h("input", { type: "search", oninput: () => this.set("words", this.filter.value) });
     this.states = h("div", {});
     this.count = h("p", { role: "status", class: "soft" });
     this.box = scroll("Runs", h("table", { id: "runs" }));
     this.box.addEventListener("keydown", (event) => this.move(event));
     const file = h("button", { type: "button", class: "small", onclick: () => this.save() }, "CSV of runs");
-    this.element = h("div", {}, h("div", { class: "row" }, h("label", { class: "choice" }, h("span", {}, "filter by words"), this.filter), this.states, file), this.count, this.box);
+    this.element = h("div", {}, h("div", { class: "row" }, named("filter by words", this.filter), this.states, file), this.count, this.box);
   }
 
   set(name, value) {
