@@ -1,9 +1,7 @@
-// what sticks out of the window, which visible blocks cover each other, which charts have words that are cut
+// what sticks out of the window, which visible blocks cover each other, which charts have words that are cut,
+// or a drawing of another size than their box
 () => {
-  const shown = (e) => {
-    const style = getComputedStyle(e);
-    return style.visibility !== "hidden" && style.display !== "none" && e.getClientRects().length > 0 && !e.matches(".skip");
-  };
+  const shown = (e) => e.checkVisibility({ contentVisibilityAuto: true, visibilityProperty: true }) && !e.matches(".skip");
   const inside = (e) => e.closest(".scroll") && !e.matches(".scroll"); // there it may be wider, and scrolls
   const outside = [...document.querySelectorAll("body *")]
     .filter((e) => shown(e) && !inside(e) && !e.closest("svg"))
@@ -26,5 +24,9 @@
     .filter(shown)
     .filter((e) => [...e.querySelectorAll("svg.main-svg text")].some((t) => !within(t.getBoundingClientRect(), e.getBoundingClientRect())))
     .map((e) => e.getAttribute("aria-label").slice(0, 60));
-  return { outside, covered, cut, wide: document.documentElement.scrollWidth > innerWidth };
+  const loose = [...document.querySelectorAll(".plot")]
+    .filter(shown)
+    .filter((e) => ["width", "height"].some((side) => Math.abs(e.getBoundingClientRect()[side] - e.querySelector("svg.main-svg").getBoundingClientRect()[side]) > 1))
+    .map((e) => e.getAttribute("aria-label").slice(0, 60));
+  return { outside, covered, cut, loose, wide: document.documentElement.scrollWidth > innerWidth };
 }

@@ -37,11 +37,12 @@ class Chart {
       nticks: 6,
     };
     const house = {
-      height: this.height, margin: { l: 46, r: 12, t: 8, b: 40 }, paper_bgcolor: colour("paper"), plot_bgcolor: colour("paper"),
+      autosize: true, margin: { l: 46, r: 12, t: 8, b: 40 }, paper_bgcolor: colour("paper"), plot_bgcolor: colour("paper"),
       font: { color: colour("text"), size: 11, family: "system-ui, sans-serif" }, showlegend: false, hovermode: "closest",
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
       hoverlabel: { align: "left", namelength: -1 },
     };
+    this.plot.style.height = `${this.height}px`; // of the box, not of the drawing: it must survive another width
     Plotly.react(
       this.plot,
       traces,
