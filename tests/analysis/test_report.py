@@ -178,7 +178,7 @@ def test_what_was_not_measured_is_absent(tmp_path: Path) -> None:
     alive = found.run("none-lr1e-02-seed1")
     assert alive["status"] == "interrupted"  # no outcome, and nobody holds its lock
     assert (alive["val_loss"], alive["final_loss"]) == (None, None)
-    assert len(alive["curves"]["spans"]["first"]) == 30
+    assert (len(alive["curves"]["spans"]["first"]), alive["step"]) == (30, 30)
     early = found.run("none-lr1e-02-seed2")
     assert (early["status"], early["val_loss"], early["step"], early["steps"]) == ("diverged", None, 12, 30)
     (missing,) = found.header["missing"]

@@ -1,7 +1,7 @@
 // Maps of layers over steps: entropy and the largest logit.
 
 const MAPS = [
-  { metric: "entropy_frac", title: "entropy, H / ln n", pick: "low", colours: "viridis" },
+  { metric: "entropy_frac", title: "entropy, H/ln n", pick: "low", colours: "viridis" },
   { metric: "max_abs_logit", title: "max |logit|", pick: "high", colours: "magma", log: true },
 ];
 

@@ -7,8 +7,10 @@ const RATE_WORDS =
 function drawRate(chart, data, runs) {
   const ended = runs.filter((run) => ["completed", "diverged", "failed"].includes(run.status));
   const known = ended.map((run) => run.val_loss).filter((v) => v !== null && v > 0);
+  // a strip of its own above all others: these have no loss; runs higher than medians, so that neither hides the other
   const top = known.length ? Math.max(...known, data.levels.chance || 0) * 1.5 : 1;
-  const height = (v) => (v === null || v === undefined ? top : v);
+  const strip = [1, 1.15, 1.45].map((part) => part * top);
+  const height = (v, without) => (v === null || v === undefined ? without : v);
   const traces = [];
   const variants = data.variants.filter(({ name }) => ended.some((run) => run.variant === name));
   variants.forEach(({ name, colour: base, marker, label: text }, place) => {
@@ -18,7 +20,7 @@ function drawRate(chart, data, runs) {
     const medians = data.stability.filter((row) => row.variant === name && rates.has(row.lr));
     const value = (row) => (typeof row.median_val_loss === "number" ? row.median_val_loss : null);
     traces.push({
-      x: medians.map((row) => row.lr * shift), y: medians.map((row) => height(value(row))), mode: "lines+markers", name: label(text),
+      x: medians.map((row) => row.lr * shift), y: medians.map((row) => height(value(row), strip[1])), mode: "lines+markers", name: label(text),
       line: { color: tint, width: 2, dash: dashOf(data, name) },
       marker: {
         symbol: SYMBOLS[marker], size: 10, line: { color: tint, width: 2 },
@@ -28,7 +30,7 @@ function drawRate(chart, data, runs) {
     });
     const own = ended.filter((run) => run.variant === name);
     traces.push({
-      x: own.map((run) => run.lr * shift), y: own.map((run) => height(run.val_loss)), mode: "markers", name: label(text),
+      x: own.map((run) => run.lr * shift), y: own.map((run) => height(run.val_loss, strip[2])), mode: "markers", name: label(text),
       marker: { color: tint, size: 7, line: { color: tint, width: 1.5 }, symbol: own.map(runSymbol) },
       text: own.map((run) => label(`${run.name}: ${show(run.val_loss)}, ${run.status}`)), hoverinfo: "text",
     });
@@ -37,6 +39,9 @@ function drawRate(chart, data, runs) {
   const level = ([name, value]) => ({
     type: "line", xref: "paper", x0: 0, x1: 1, y0: value, y1: value, line: { color: colour("soft"), width: 1, dash: name === "chance" ? "dashdot" : "dot" },
   });
+  const absent = ended.some((run) => run.val_loss === null);
+  const band = { type: "rect", xref: "paper", x0: 0, x1: 1, y0: strip[0], y1: strip[2] * 1.2, fillcolor: colour("shade"), line: { width: 0 }, layer: "below" };
+  const word = { text: "no final loss", showarrow: false, xref: "paper", x: 0.005, xanchor: "left", y: Math.log10(strip[1] * 1.1), font: { color: colour("soft"), size: 10 } };
   const rows = () => [
     ...ended.map((run) => ["run", run.name, run.variant, run.lr, run.seed, run.val_loss, run.status, null]),
     ...data.stability.map((row) => ["median", null, row.variant, row.lr, null, row.median_val_loss, null, row.stable]),
@@ -47,7 +52,8 @@ function drawRate(chart, data, runs) {
     layout: {
       xaxis: { type: "log", title: { text: "peak learning rate" }, tickvals: rates, ticktext: rates.map(show), range: logRange(rates, 0.16) },
       yaxis: { type: "log", title: { text: "nats" }, tickformat: "~g", dtick: known.length && Math.max(...known) < 100 * Math.min(...known) ? "D2" : undefined },
-      shapes: Object.entries(data.levels).map(level),
+      shapes: [...Object.entries(data.levels).map(level), ...(absent ? [band] : [])],
+      annotations: absent ? [word] : [],
     },
     summary: ended.length
       ? variants.map(({ name, label: text }) => `${text}: ${data.stability.filter((r) => r.variant === name).map((r) => `${show(r.median_val_loss)} at ${show(r.lr)}`).join(", ")}`).join("; ")

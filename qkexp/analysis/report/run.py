@@ -56,7 +56,7 @@ def describe(run: Run, state: State, budget: Budget) -> Part:
             "seed": run.seed,
             "status": state.status,
             "reason": " ".join(str(outcome.get("reason") or state.reason).split()),
-            "step": state.step,
+            "step": max(state.step, len(run.scalars)),  # what stopped without a word may have told fewer
             "steps": run.typed.train.steps,
             "final_loss": number(final.get("loss")),
             "lowest_loss": number(final.get("lowest_loss")),
