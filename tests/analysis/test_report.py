@@ -17,7 +17,7 @@ from made_runs import make_plan, make_run
 
 from qkexp.analysis.figures.style import look
 from qkexp.analysis.report import Reader, data, page, write_report
-from qkexp.analysis.report.diagnosis import of_sweep, read
+from qkexp.analysis.report.diagnosis import OLD, read
 from qkexp.analysis.report.run import LAYERED, MOST_EVENTS, SCALARS
 from qkexp.analysis.report.series import MOST, Stretches, encode, fitting
 from qkexp.config import UserError
@@ -260,16 +260,23 @@ def test_claims_are_told_as_checked_and_as_old_where_a_run_ended_since(tmp_path:
     assert payload_of(tmp_path).header["claims"]["stale"]
 
 
-def test_diagnoses_are_read_beside_a_run_and_beside_the_sweep(tmp_path: Path) -> None:
+def test_the_later_diagnosis_of_a_run_counts_and_one_older_than_its_end_says_so(tmp_path: Path) -> None:
     first, second = make_run(tmp_path), make_run(tmp_path, seed=1)
     onset = {"what": "max |logit| grows", "early": 12, "late": 15, "layer": 0, "head": 1, "thresholds": [4, 10, 30]}
-    write_json(first / "diagnosis.json", {"verdict": "attention", "evidence": ["e"], "onsets": {"logit": onset}})
-    write_json(tmp_path / "diagnosis.json", {"runs": [{"run": second.name, "verdict": "healthy"}, "?"]})
+    known = {"verdict": "attention", "evidence": ["e"], "compared": [{"text": "c"}], "onsets": {"logit": onset}}
+    write_json(first / "diagnosis.json", {"runs": [{"run": first.name, **known}]})
+    both = [{"run": run.name, "verdict": "healthy"} for run in (first, second)]
+    write_json(tmp_path / "diagnosis.json", {"runs": [*both, "?"]})
+    os.utime(tmp_path / "diagnosis.json", (1e9, 1e9))
     found = payload_of(tmp_path)
     kept = {k: onset[k] for k in ("what", "early", "late", "layer", "head")}
-    expected = {"verdict": "attention", "rule": None, "evidence": ["e"], "notes": [], "onsets": [kept]}
+    expected = {"verdict": "attention", "rule": None, "evidence": ["e", "c"], "notes": [], "onsets": [kept]}
     assert found.run(first.name)["diagnosis"] == expected
     assert found.run(second.name)["diagnosis"]["verdict"] == "healthy"
+    assert found.run(second.name)["diagnosis"]["notes"] == [OLD]
+    os.utime(tmp_path / "diagnosis.json")
+    os.utime(first / "diagnosis.json", (1e9, 1e9))
+    assert payload_of(tmp_path).run(first.name)["diagnosis"]["verdict"] == "healthy"
 
 
 @pytest.mark.parametrize("strange", [None, [], {}, {"verdict": 3}, {"onsets": {}}])
@@ -277,13 +284,12 @@ def test_a_diagnosis_of_another_form_is_left_out(strange: Any) -> None:
     assert read(strange) is None
 
 
-@pytest.mark.parametrize("onsets", [None, 3, ["x"], {"a": 3}, [{"link": "a", "early": float("nan"), "late": "?"}]])
-def test_onsets_of_another_form_cost_nothing_else(onsets: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("onsets", [None, 3, ["x"], {"a": 3}, {"a": {"early": float("nan"), "late": "?"}}])
+def test_onsets_of_another_form_cost_nothing_else(onsets: Any) -> None:
     found = read({"verdict": "healthy", "evidence": "?", "onsets": onsets})
     assert found is not None
-    assert all(o["early"] is None for o in found["onsets"])
-    (tmp_path / "diagnosis.json").write_text(json.dumps({"runs": {"a": {"verdict": "healthy"}}}))
-    assert of_sweep(tmp_path)["a"]["verdict"] == "healthy"
+    assert found["evidence"] == []
+    assert all(o["early"] is None and o["late"] is None for o in found["onsets"])
 
 
 # ---------------------------------------------------------------- reading again

@@ -77,15 +77,9 @@ def made_sweep(folder: Path) -> None:
     (folder / "expect.yaml").write_text("claims: []\n")
     write_json(folder / "claims.json", {"claims": named})
     onset = {"what": "max |logit| grows", "early": 60, "late": 140, "layer": 0, "head": 1}
-    diagnosis = {
-        "verdict": "attention",
-        "rule": "r",
-        "evidence": ["max |logit| grew"],
-        "notes": [],
-        "onsets": {"logit": onset},
-    }
     (hot_run,) = folder.glob("none-lr1e-01-seed0-*")
-    write_json(hot_run / "diagnosis.json", diagnosis)
+    found = {"verdict": "attention", "rule": "r", "evidence": ["max |logit| grew"], "onsets": {"logit": onset}}
+    write_json(folder / "diagnosis.json", {"runs": [{"run": hot_run.name, **found}]})
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from qkexp.analysis.figures.lr_sensitivity import levels
 from qkexp.analysis.figures.maps import COLUMNS
 from qkexp.analysis.figures.style import look, rank
 from qkexp.analysis.report.claims import claims
-from qkexp.analysis.report.diagnosis import of_sweep
+from qkexp.analysis.report.diagnosis import diagnoses
 from qkexp.analysis.report.run import LAYERED, SCALARS, Budget, Part, describe, plain
 from qkexp.analysis.sensitivity import stability
 from qkexp.config import keys
@@ -66,7 +66,7 @@ class Reader:
         states = {s.name: s for s in sweep_states(self.directory)}
         count = max(len(planned), len(sweep.all))
         budget = Budget(LAYER_BYTES // count, HEAD_BYTES // count)
-        found = of_sweep(self.directory)
+        diagnosed = diagnoses(self.directory, list(sweep.all))
         parts = []
         for done, (name, run) in enumerate(sweep.all.items()):
             self.progress(done, len(sweep.all))
@@ -74,7 +74,7 @@ class Reader:
         self.progress(len(sweep.all), len(sweep.all))
         runs, common, blob = _joined(parts)
         for run in runs:
-            run["diagnosis"] = run["diagnosis"] or found.get(run["name"])
+            run["diagnosis"] = diagnosed.get(run["name"])
         header = {
             "version": version,
             "name": self.directory.resolve().name,

@@ -11,20 +11,39 @@ from typing import Any
 
 from qkexp.record.files import read_json
 
-
-def of_run(directory: Path) -> dict[str, Any] | None:
-    """The diagnosis beside a run's tables."""
-    return read(read_json(directory / "diagnosis.json"))
+WHERE = ("early", "late", "layer", "head")
+OLD = "this diagnosis was made before the run ended: qkexp diagnose makes it anew"
 
 
-def of_sweep(directory: Path) -> dict[str, dict[str, Any]]:
-    """Name of a run -> its diagnosis, from the file beside the sweep's plan (a list of runs, or a mapping)."""
-    runs = (read_json(directory / "diagnosis.json") or {}).get("runs")
-    if isinstance(runs, Mapping):
-        named = list(runs.items())
-    else:
-        named = [(r.get("run") or r.get("name"), r) for r in runs or [] if isinstance(r, Mapping)]
-    return {name: known for name, each in named if isinstance(name, str) and (known := read(each))}
+def diagnoses(directory: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Name of a run -> its diagnosis, from the file beside its tables or from that beside the sweep's plan.
+
+    Of two the later one counts; one that is older than the run's end says so in its notes.
+    """
+    whole = directory / "diagnosis.json"
+    of_sweep = _runs(whole)
+    found = {}
+    for name in names:
+        own = directory / name / "diagnosis.json"
+        known = [(p, each) for p, runs in ((own, _runs(own)), (whole, of_sweep)) if (each := read(runs.get(name)))]
+        if known:
+            path, each = max(known, key=lambda item: _time(item[0]))
+            if _time(directory / name / "outcome.json") > _time(path):
+                each["notes"].append(OLD)
+            found[name] = each
+    return found
+
+
+def _runs(path: Path) -> dict[str, Any]:
+    runs = (read_json(path) or {}).get("runs")
+    return {str(each.get("run")): each for each in _mappings(runs)}
+
+
+def _time(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def read(found: Any) -> dict[str, Any] | None:
@@ -32,19 +51,18 @@ def read(found: Any) -> dict[str, Any] | None:
     if not isinstance(found, Mapping) or not isinstance(found.get("verdict"), str):
         return None
     onsets = found.get("onsets")
-    named = onsets.items() if isinstance(onsets, Mapping) else [(str(o.get("link")), o) for o in _mappings(onsets)]
+    compared = [each.get("text") for each in _mappings(found.get("compared"))]
     return {
         "verdict": found["verdict"],
         "rule": found["rule"] if isinstance(found.get("rule"), str) else None,
-        "evidence": _texts(found.get("evidence")),
+        "evidence": [*_texts(found.get("evidence")), *_texts(compared)],
         "notes": _texts(found.get("notes")),
-        "onsets": [_onset(name, each) for name, each in named if isinstance(each, Mapping)],
+        "onsets": [
+            {"what": str(each.get("what") or name), **{key: _whole(each.get(key)) for key in WHERE}}
+            for name, each in (onsets.items() if isinstance(onsets, Mapping) else ())
+            if isinstance(each, Mapping)
+        ],
     }
-
-
-def _onset(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
-    numbers = {key: _whole(found.get(key)) for key in ("early", "late", "layer", "head")}
-    return {"what": str(found.get("what") or name), **numbers}
 
 
 def _whole(value: Any) -> int | None:
@@ -52,7 +70,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _texts(found: Any) -> list[str]:
-    return [str(text) for text in found] if isinstance(found, list) else []
+    return [text for text in found if isinstance(text, str)] if isinstance(found, list) else []
 
 
 def _mappings(found: Any) -> list[Mapping[str, Any]]:

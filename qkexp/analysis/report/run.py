@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from qkexp.analysis.compare import facts
-from qkexp.analysis.report.diagnosis import of_run
 from qkexp.analysis.report.series import MOST, Stretches, encode, fitting
 from qkexp.config import flatten
 from qkexp.probe.frame import layer_values
@@ -69,7 +68,6 @@ def describe(run: Run, state: State, budget: Budget) -> Part:
             "provenance": {name: plain(value) for name, value in facts(run).items()},
             "events": [[plain(v) for v in row] for row in events.head(MOST_EVENTS).itertuples(index=False, name=None)],
             "events_in_all": len(events),
-            "diagnosis": of_run(run.directory),
             "curves": curves,
             "attention": attention,
         },
