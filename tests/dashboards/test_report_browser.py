@@ -23,6 +23,7 @@ from qkexp.train.events import Event
 
 BAD = "</script><img src=x onerror=\"document.title='broken in'\">"
 STEPS = 400
+KINDS = tuple(f"kind_{i}" for i in range(12))
 FAULTS, CONTRAST, TRACES, NAME = (
     Path(__file__).with_name(f"{name}.js").read_text() for name in ("faults", "contrast", "traces", "name")
 )
@@ -66,7 +67,8 @@ def made_sweep(folder: Path) -> None:
     hot = {"lr": 1e-1, "steps": STEPS, "attention": cubes(1, 150, collapse=True), "scalars": short, "val_loss": None}
     make_run(folder, "none", seed=1, ended="diverged", reason="nonfinite: loss", **hot)  # type: ignore[arg-type]
     make_run(folder, "none", seed=2, ended="failed", reason=BAD, **hot)  # type: ignore[arg-type]
-    make_run(folder, "layernorm", lr=1e-1, seed=2, steps=STEPS, ended=None, scalars=short)
+    kinds = tuple(Event(10 * i, kind) for i, kind in enumerate(KINDS))
+    make_run(folder, "layernorm", lr=1e-1, seed=2, steps=STEPS, ended=None, scalars=short, events=kinds)
     make_plan(folder, missing=("rmsnorm-never-begun",), steps=STEPS)
     rows = [
         ("it falls", 0.5, "< 1", "pass"),
@@ -385,6 +387,12 @@ def test_what_differs_from_another_run(open_page: Callable[..., Page], sweep: Pa
     assert len([t for t in page.traces("training loss") if t["mode"] != "markers"]) == 2
     page.choose("other run", run_name(sweep, "none-lr1e-01-seed1"))
     assert "They differ in length" in page.page.locator("main").inner_text()
+
+
+def test_every_row_of_the_timeline_has_its_name(open_page: Callable[..., Page], sweep: Path) -> None:
+    page = open_page(f"#run={run_name(sweep, 'layernorm-lr1e-01-seed2')}")
+    names = page.chart("what happened when").locator(".ytick text").all_text_contents()
+    assert sorted(names) == sorted(f"event: {kind}" for kind in KINDS)
 
 
 # ---------------------------------------------------------------- numbers

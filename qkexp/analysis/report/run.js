@@ -1,5 +1,7 @@
 // The page of one run: how it ended, when what broke, its curves, and what differs from another run.
 
+const TIMELINE_WORDS = "◇ an event. A bar is an onset, from the mildest to the severest threshold of its grid; ▷ one that did not reach all of them (qkexp diagnose finds onsets).";
+
 class RunPage {
   constructor(app) {
     this.app = app;
@@ -11,6 +13,7 @@ class RunPage {
     this.facts = h("div", {});
     this.timeline = new Chart("timeline", "what happened when", 260);
     this.events = h("div", {});
+    this.key = h("p", { class: "soft" }, TIMELINE_WORDS);
     this.controls = h("div", {});
     this.panels = panelCharts();
     this.maps = MAPS.map((map) => new Chart(`map_${map.metric}`, map.title, 220));
@@ -24,7 +27,7 @@ class RunPage {
       this.links,
       this.heading,
       this.facts,
-      section("Timeline", this.timeline.element, this.events),
+      section("Timeline", this.timeline.element, this.key, this.events),
       section("Compared with another run", this.chooser, this.difference),
       section("Curves", this.controls, h("div", { class: "charts" }, this.panels.map((c) => c.element)), this.words),
       section("Layers over steps", h("div", { class: "charts" }, this.maps.map((c) => c.element)), this.mapNote),
@@ -155,7 +158,7 @@ function drawTimeline(chart, run) {
     traces,
     layout: {
       xaxis: { title: { text: "step" }, range: [0, run.steps] },
-      yaxis: { type: "category", categoryorder: "array", categoryarray: names.map(label).reverse(), tickfont: { size: 10 } },
+      yaxis: { type: "category", categoryorder: "array", categoryarray: names.map(label).reverse(), tickvals: names.map(label), tickfont: { size: 10 } },
       annotations: traces.length ? [] : [{ text: "no event, no onset", showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.3 }],
     },
     summary: said.length ? said.join("; ") : "no event and no onset",
