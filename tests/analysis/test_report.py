@@ -329,6 +329,8 @@ def test_a_plan_without_runs_is_an_empty_report_and_a_folder_without_both_is_ref
     make_plan(tmp_path, missing=("none-a", "none-b"))
     header = payload_of(tmp_path).header
     assert (header["runs"], len(header["missing"]), header["summary"]) == ([], 2, "2 missing")
+    make_run(tmp_path)  # of another plan
+    assert payload_of(tmp_path).header["runs"] == []
 
 
 # ---------------------------------------------------------------- the page

@@ -61,8 +61,9 @@ class Reader:
         Raises:
             UserError: no runs, and no plan of any.
         """
-        planned = (read_json(self.directory / "plan.json") or {}).get("runs") or []
-        sweep = load_sweep(self.directory) if not planned or self._any() else Sweep(self.directory, {})
+        planned = [r["name"] for r in (read_json(self.directory / "plan.json") or {}).get("runs") or []]
+        begun = [name for name in planned if (self.directory / name / "config.yaml").is_file()]
+        sweep = load_sweep(self.directory) if begun or not planned else Sweep(self.directory, {})
         states = {s.name: s for s in sweep_states(self.directory)}
         count = max(len(planned), len(sweep.all))
         budget = Budget(LAYER_BYTES // count, HEAD_BYTES // count)
@@ -73,8 +74,8 @@ class Reader:
             parts.append(self._part(name, run, states.get(name) or state_of(run.directory), budget))
         self.progress(len(sweep.all), len(sweep.all))
         runs, common, blob = _joined(parts)
-        for run in runs:
-            run["diagnosis"] = diagnosed.get(run["name"])
+        for each in runs:
+            each["diagnosis"] = diagnosed.get(each["name"])
         header = {
             "version": version,
             "name": self.directory.resolve().name,
@@ -94,9 +95,6 @@ class Reader:
         text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 4)  # arrays of float32 begin at a multiple of four
         return gzip.compress(struct.pack("<I", len(text)) + text + blob, 6, mtime=0)
-
-    def _any(self) -> bool:
-        return next(self.directory.glob("*/config.yaml"), None) is not None
 
     def _part(self, name: str, run: Run, state: State, budget: Budget) -> Part:
         mark = f"{_mark(run.directory)} {state.status} {budget}"
