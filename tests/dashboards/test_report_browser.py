@@ -513,3 +513,11 @@ def test_served_page_follows_the_sweep_and_keeps_what_was_chosen(
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_a_missing_browser_is_named_and_fails_only_where_it_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    for required, outcome in ((False, pytest.skip.Exception), (True, pytest.fail.Exception)):
+        monkeypatch.setattr("browser.REQUIRED", required)
+        with pytest.raises(outcome, match=r"Chromium|playwright"), chromium():
+            pass

@@ -18,7 +18,7 @@ from qkexp.record.load import Run
 from qkexp.sweep.status import State
 from qkexp.train.outcome import smooth
 
-SCALARS = ("loss", "grad_norm", "loss_mean", "grad_norm_mean", "param_norm", "lr")  # *_mean: over 20 steps
+SCALARS = ("loss", "grad_norm", "loss_mean", "grad_norm_mean", "param_norm")  # *_mean: over 20 steps
 LAYERED = ("max_abs_logit", "attn_max_mean", "entropy_frac", "q_in_norm_mean", "k_in_norm_mean")
 MOST_EVENTS = 400
 
