@@ -404,6 +404,7 @@ def test_every_chart_has_its_numbers_and_its_file(open_page: Callable[..., Page]
     chart.locator("summary").focus()
     page.page.keyboard.press("Enter")
     table = chart.locator("table")
+    table.wait_for()
     assert table.locator("tbody tr").count() == 200
     assert "The first 200 of" in chart.inner_text()
     with page.page.expect_download() as waiting:
