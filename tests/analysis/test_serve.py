@@ -110,7 +110,9 @@ def test_a_taken_port_is_the_users_to_change(server: Server, tmp_path: Path) -> 
 def test_ctrl_c_ends_it_with_0(tmp_path: Path) -> None:
     make_run(tmp_path)
     command = [sys.executable, "-m", "qkexp", "serve", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # a shell's background job, as tests may be, ignores Ctrl-C and hands that down
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
