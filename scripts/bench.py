@@ -8,7 +8,7 @@
 
 Sections: ``step`` (against timm's own attention), ``probe`` (what telemetry costs), ``rate`` (against the
 machine's matrix products), ``train`` (what choices of the loop cost), ``variants`` (what each attention preset costs),
-``sweep`` (a stored sweep against its ideal wall time), ``figures`` (of a large stored sweep). Targets are printed next
+``sweep`` (a stored sweep against its ideal wall time), ``figures`` and ``report`` (of large stored sweeps). Targets are printed next
 to the figures and never change the exit code.
 """
 
@@ -25,6 +25,7 @@ from typing import Any
 import timm
 import torch
 from benchmarks.figures import figure_figures
+from benchmarks.report import report_figures
 from benchmarks.resuming import resume_figures
 from benchmarks.sections import probe_figures, rate_figures, step_figures, sweep_figures
 from benchmarks.timing import Figure
@@ -58,6 +59,8 @@ MEANING = {
     "them.",
     "figures": "figures: from an empty process to the last file of every figure that fits a stored sweep of 5 "
     "variants, 4 rates and 50 seeds, 1,000 steps, 12 layers, 12 heads; and the most memory that it takes.",
+    "report": "report: from an empty process to the file of a stored sweep of 100 runs, 1,000 steps, 12 layers and 12 "
+    "heads, whose values are noise; the most memory that it takes; the size of the file.",
 }
 
 
@@ -73,6 +76,8 @@ def measure(
             yield from train_figures(effort, device)
         elif section == "figures":
             yield from figure_figures(effort.quick)
+        elif section == "report":
+            yield from report_figures(effort.quick)
         else:
             yield from resume_figures(effort.quick)
             yield from sweep_figures(sweep) if sweep is not None else ()

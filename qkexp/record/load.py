@@ -207,16 +207,24 @@ def _columns(path: Path, present: list[str], names: Sequence[str]) -> pa.Table:
 
 
 def _read(directory: Path, name: str, names: list[str]) -> pd.DataFrame:
-    whole = directory / f"{name}.parquet"
-    paths = [whole] if whole.is_file() else sorted((directory / "parts").glob(f"{name}-*.parquet"))
-    tables = []
-    for path in paths:
-        try:
-            tables.append(pq.ParquetFile(path).read())
-        except (pa.ArrowInvalid, OSError):  # torn, or merged away since it was listed
-            continue
+    tables = read_tables(directory, name)
     if not tables:
         return pd.DataFrame({n: pd.Series(dtype="float64") for n in names})
     found = pa.concat_tables(tables, promote_options="default").to_pandas()
     later = [n for n in names if n not in found.columns]  # columns that the run's version did not have
     return found.assign(**dict.fromkeys(later, math.nan))
+
+
+def read_tables(directory: Path, name: str, columns: Sequence[str] | None = None) -> list[pa.Table]:
+    """A run's table ``name``, whole or in the parts that there are; ``columns``: those of them that it has."""
+    whole = directory / f"{name}.parquet"
+    paths = [whole] if whole.is_file() else sorted((directory / "parts").glob(f"{name}-*.parquet"))
+    tables = []
+    for path in paths:
+        try:
+            file = pq.ParquetFile(path)
+            there = set(file.schema_arrow.names)
+            tables.append(file.read(None if columns is None else [c for c in columns if c in there]))
+        except (pa.ArrowInvalid, OSError):  # torn, or merged away since it was listed
+            continue
+    return tables

@@ -9,7 +9,22 @@ import argparse
 import importlib
 from typing import Protocol
 
-VERBS = ("reproduce", "train", "sweep", "status", "verify", "figures", "sync", "probe", "data", "diagnose", "branch")
+VERBS = (
+    "reproduce",
+    "train",
+    "sweep",
+    "status",
+    "verify",
+    "figures",
+    "sync",
+    "probe",
+    "data",
+    "diagnose",
+    "branch",
+    "report",
+    "serve",
+    "compare",
+)
 
 
 class Verb(Protocol):

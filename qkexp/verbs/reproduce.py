@@ -6,12 +6,13 @@ import argparse
 
 from qkexp.config import DataMissing
 from qkexp.verbs.figures import draw_figures
+from qkexp.verbs.report import make_report
 from qkexp.verbs.sweep import run_sweep
 from qkexp.verbs.terminal import DONE, INTERRUPTED, WRONG_INPUT, out
 from qkexp.verbs.training import plan_of, takes_runs
 from qkexp.verbs.verify import verify_claims
 
-HELP = "sweep an experiment, verify its claims, draw its figures"
+HELP = "sweep an experiment, verify its claims, draw its figures, write its report"
 EXAMPLE = "qkexp reproduce --quick"
 
 
@@ -38,4 +39,5 @@ def run(options: argparse.Namespace) -> int:
         return code
     code = max(code, verify_claims(plan.directory))
     draw_figures(plan.directory)
+    make_report(plan.directory)
     return code

@@ -48,6 +48,15 @@ def test_bench_writes_every_figure(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"b.json"}
 
 
+def test_bench_of_the_report_measures_a_stored_sweep(tmp_path: Path) -> None:
+    done = run("bench.py", "report", "--quick", "--json", "b.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    figures = written(tmp_path / "b.json")["figures"]
+    assert [f["unit"] for f in figures] == ["s", "GB", "MB"]
+    assert all(f["value"] > 0 for f in figures)
+    assert figures[0]["detail"]["runs"] == 10
+
+
 def test_bench_of_training_tells_shares_of_a_step_that_add_up(tmp_path: Path) -> None:
     done = run("bench.py", "train", "--quick", "--json", "b.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
