@@ -7,7 +7,7 @@ import argparse
 from qkexp.verbs.figures import draw_figures
 from qkexp.verbs.sweep import run_sweep
 from qkexp.verbs.terminal import INTERRUPTED, WRONG_INPUT
-from qkexp.verbs.training import plan_of, takes_runs
+from qkexp.verbs.training import plan_of, publish, takes_runs
 from qkexp.verbs.verify import verify_claims
 
 HELP = "sweep an experiment, verify its claims, draw its figures"
@@ -26,9 +26,12 @@ def run(options: argparse.Namespace) -> int:
     if options.quick:
         seed = min(run.config.seed for run in plan.runs)
         plan = plan_of([f"experiment={name}", *(o for o in overrides if not o.startswith("seed=")), f"seed={seed}"])
-    code = run_sweep(plan, options)
+    trained = not options.plan and bool(plan.missing(options.again))
+    code = run_sweep(plan, options, sums_up=False)
     if options.plan or code in (WRONG_INPUT, INTERRUPTED):
         return code
     code = max(code, verify_claims(plan.directory))
     draw_figures(plan.directory)
+    if trained:
+        publish(plan)
     return code

@@ -1,4 +1,4 @@
-"""The W&B mirror: every row once, one W&B run an attempt, and nothing of it in the training process."""
+"""The W&B mirror: every row once, one W&B run for a run directory, and nothing of it in the training process."""
 
 from __future__ import annotations
 
@@ -13,18 +13,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+from matplotlib import colormaps
 
 from qkexp import load_run
 from qkexp.compose import compose_sweep
 from qkexp.probe.frame import Frame, Group
 from qkexp.probe.metrics import NAMES
-from qkexp.record import mirror_run
-from qkexp.record.load import read_json
-from qkexp.record.mirror import Mirror, main, poll, resolve_mode, start
-from qkexp.record.mirror_run import Copy, new_rows
+from qkexp.record.files import read_json
+from qkexp.record.mirror import facts, maps
+from qkexp.record.mirror import rows as mirror_rows
+from qkexp.record.mirror import run as mirror_run
+from qkexp.record.mirror.login import resolve_mode
+from qkexp.record.mirror.process import Mirror, main, poll, start
+from qkexp.record.mirror.rows import new_rows
+from qkexp.record.mirror.run import Copy
 from qkexp.record.run import RunWriter
+from qkexp.train.events import Event
 
 COMPLETED = {"status": "completed", "reason": "final loss 0.5", "step": 6, "steps": 6,
              "final": {"loss": 0.5, "val_loss": None}, "best": {"val_loss": 0.4}}  # fmt: skip
@@ -51,9 +59,9 @@ def _service() -> Iterator[None]:
     wandb.teardown()
 
 
-def writer(directory: Path, *overrides: str) -> RunWriter:
+def writer(directory: Path, *overrides: str, keep: int = 0) -> RunWriter:
     directory.parent.mkdir(exist_ok=True)
-    return RunWriter(directory, compose_sweep(overrides, single=True).runs[0][1], {})
+    return RunWriter(directory, compose_sweep(overrides, single=True).runs[0][1], {}, keep)
 
 
 def frame(step: int) -> Frame:
@@ -65,10 +73,10 @@ def frame(step: int) -> Frame:
     return Frame(step, "train", ("blocks.0.attn", "blocks.1.attn"), (Group((0, 1), values),))
 
 
-def fill(record: RunWriter, steps: range, probe: bool = True, seconds: float | None = None) -> None:
+def fill(record: RunWriter, steps: range, probe: bool = True, shift: float = 0.0) -> None:
     for step in steps:
-        took = time.perf_counter() if seconds is None else seconds  # never the same twice, as in a real run
-        record.row({"step": step, "loss": 1 / (step + 1), "lr": 0.1, "step_seconds": took})
+        took = time.perf_counter()  # never the same twice, as in a real run
+        record.row({"step": step, "loss": 1 / (step + 1) + shift, "lr": 0.1, "step_seconds": took})
         if probe:
             record.frame(frame(step))
 
@@ -114,26 +122,43 @@ class Sent:
     def __init__(self, directory: Path, run_id: str | None = None):
         (path,) = directory.glob(f"wandb/*/run-{run_id or identifier(directory)}.wandb")
         self.rows: list[tuple[int, dict[str, Any]]] = []
+        self.media: list[tuple[int, dict[str, Any]]] = []
         self.summary: dict[str, Any] = {}
         self.exit_code: int | None = None
+        self.artifacts: dict[str, list[str]] = {}
         for record in records(path.read_bytes()):
             kind = record.WhichOneof("record_type")
             if kind == "history":
                 row = {i.key or i.nested_key[0]: json.loads(i.value_json) for i in record.history.item}
                 step = record.history.step.num
-                self.rows.append((step, {k: v for k, v in row.items() if not k.startswith("_")}))
+                kept = {k: v for k, v in row.items() if not k.startswith("_")}
+                self.media.append((step, {k: v for k, v in kept.items() if isinstance(v, dict)}))
+                self.rows.append((step, {k: v for k, v in kept.items() if not isinstance(v, dict)}))
             elif kind == "summary":
                 for item in record.summary.update:
                     self.summary[item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
+                for item in record.summary.remove:
+                    self.summary.pop(item.key or ".".join(item.nested_key), None)
             elif kind == "run":
                 self.run = record.run
                 self.config = {u.key: json.loads(u.value_json) for u in record.run.config.update}
+            elif kind == "request" and record.request.WhichOneof("request_type") == "log_artifact":
+                artifact = record.request.log_artifact.artifact
+                self.artifacts[artifact.type] = [entry.path for entry in artifact.manifest.contents]
+            elif kind == "artifact":
+                self.artifacts[record.artifact.type] = [entry.path for entry in record.artifact.manifest.contents]
             elif kind == "exit":
                 self.exit_code = record.exit.exit_code
 
     @property
     def steps(self) -> list[int]:
         return [step for step, _ in self.rows]
+
+    def table(self, directory: Path, key: str) -> list[list[Any]]:
+        """The rows of a table that a row holds."""
+        (found,) = [media[key] for _, media in self.media if key in media]
+        (path,) = directory.glob(f"wandb/*/files/{found['path']}")
+        return json.loads(path.read_text())["data"]
 
 
 # ---------------------------------------------------------------- what is sent
@@ -151,6 +176,9 @@ def test_every_row_arrives_with_the_values_of_the_tables(tmp_path: Path) -> None
         assert row["attn/L01/entropy_mean"] == heads.entropy_mean.mean(), "a mean over heads"
         assert row["attn/L01/max_abs_logit"] == heads.max_abs_logit.max(), "a maximum over heads"
         assert row["attn/L01/max_pair_cos"] == heads.max_pair_cos[heads.max_abs_logit.idxmax()], "that head's"
+        every = run.attention[run.attention.step == step]
+        assert row["attn/worst/max_abs_logit"] == every.max_abs_logit.max(), "of all layers"
+        assert row["attn/worst/entropy_frac"] == every.groupby("layer").entropy_frac.mean().min()
 
 
 def test_only_keys_without_news_are_left_out(tmp_path: Path) -> None:
@@ -168,10 +196,37 @@ def test_values_that_are_not_finite_are_counted_instead_of_sent(tmp_path: Path) 
     record = writer(tmp_path / "run", "probe.every=0")
     fill(record, range(2), probe=False)
     record.row({"step": 2, "loss": math.nan, "grad_norm": math.inf, "lr": 0.1})
+    record.row({"step": 3, "loss": math.nan, "lr": 0.1})
+    record.event(Event(2, "nonfinite", value=math.nan))
+    record.event(Event(3, "logit_runaway", layer=1, head=0, value=900.0, threshold=300.0))
     record.finish(COMPLETED | {"status": "diverged"})
     copy(tmp_path / "run").advance(final=True)
-    assert Sent(tmp_path / "run").rows[2] == (2, {"lr": 0.1, "nonfinite": 2})
-    assert "nonfinite" not in Sent(tmp_path / "run").rows[1][1]
+    sent = Sent(tmp_path / "run")
+    assert sent.rows[2] == (2, {"lr": 0.1, "nonfinite": 2})
+    assert "nonfinite" not in sent.rows[1][1]
+    assert [sent.summary[k] for k in ("nonfinite_total", "nonfinite_step", "last_finite_loss")] == [3, 2, 0.5]
+    table = sent.table(tmp_path / "run", "events")
+    assert table == [
+        [2, "nonfinite", "value = nan", None, None, None, None],
+        [3, "logit_runaway", "", 1, 0, 900.0, 300.0],
+        [2, "nonfinite", "loss = nan, 2 times", None, None, None, None],
+        [2, "nonfinite", "grad_norm = inf, 1 times", None, None, None, None],
+    ]
+
+
+def test_a_run_without_anything_odd_has_no_event_table(tmp_path: Path) -> None:
+    directory = finished(tmp_path / "run")
+    copy(directory).advance(final=True)
+    sent = Sent(directory)
+    assert sent.summary["nonfinite_total"] == 0, "measured, and none"
+    assert not any("events" in media for _, media in sent.media)
+
+
+def test_values_that_were_not_measured_are_not_counted_as_not_finite() -> None:
+    table = pa.table({"step": [0, 1, 2], "loss": [1.0, None, math.inf], "val_loss": pa.array([None, None, 2.0])})
+    figures, rows = facts.nonfinite(table)
+    assert figures == {"nonfinite_total": 1, "nonfinite_step": 2, "last_finite_loss": 1.0}
+    assert [row[:3] for row in rows] == [[2, "nonfinite", "loss = inf, 1 times"]]
 
 
 def test_each_run_has_its_own_id_config_tags_and_group(tmp_path: Path) -> None:
@@ -194,6 +249,7 @@ def test_only_a_run_that_finished_has_figures_to_sort_by(tmp_path: Path, status:
     sent = Sent(directory)
     figures = {k: v for k, v in sent.summary.items() if k.partition("/")[0] in ("final", "best", "loss")}
     assert figures == ({"final/loss": 0.5, "best/val_loss": 0.4} if code == 0 else {}), "and never a live loss"
+    assert sent.summary["diverged"] == (status == "diverged")
     assert sent.summary["status"] == status
     assert sent.exit_code == code
 
@@ -239,15 +295,15 @@ def test_parts_that_are_merged_away_while_they_are_read_cost_no_row(
     record = writer(tmp_path / "run")
     fill(record, range(4))
     record.flush()
-    mirrored, read = copy(tmp_path / "run"), mirror_run.pq.ParquetFile
+    mirrored, read = copy(tmp_path / "run"), mirror_rows.pq.ParquetFile
 
     def vanishing(path: Path) -> Any:
         if path.name.startswith("attention"):
-            monkeypatch.setattr(mirror_run.pq, "ParquetFile", read)
+            monkeypatch.setattr(mirror_rows.pq, "ParquetFile", read)
             record.finish(COMPLETED)
         return read(path)
 
-    monkeypatch.setattr(mirror_run.pq, "ParquetFile", vanishing)
+    monkeypatch.setattr(mirror_rows.pq, "ParquetFile", vanishing)
     mirrored.advance(final=False)
     assert (tmp_path / "run" / "outcome.json").exists(), "the race took place"
     mirrored.advance(final=False)
@@ -255,6 +311,7 @@ def test_parts_that_are_merged_away_while_they_are_read_cost_no_row(
 
 
 def test_long_tables_are_sent_whole_though_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirror_rows, "CHUNK", 3)
     monkeypatch.setattr(mirror_run, "CHUNK", 3)
     directory = finished(tmp_path / "run")
     copy(directory).advance(final=True)
@@ -262,24 +319,142 @@ def test_long_tables_are_sent_whole_though_read_in_pieces(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("alive", [True, False], ids=["while mirrored", "between two mirrors"])
-def test_a_run_trained_again_is_a_new_wandb_run(tmp_path: Path, alive: bool) -> None:
+@pytest.mark.parametrize("same", [True, False], ids=["with the same numbers", "with others"])
+def test_a_run_trained_again_keeps_its_wandb_run_if_it_computed_the_same(
+    tmp_path: Path, alive: bool, same: bool
+) -> None:
     directory = tmp_path / "run"
     record, mirrored = writer(directory), copy(directory)
-    seconds = 1.0 if alive else None  # who looks on can tell equal attempts apart
-    fill(record, range(4), seconds=seconds)
+    fill(record, range(4))
     record.flush() if alive else record.finish(COMPLETED | {"status": "failed"})
     mirrored.advance(final=not alive)
     old = identifier(directory)
     record = writer(directory)  # clears the directory
     (mirrored if alive else copy(directory)).advance(final=False)
-    fill(record, range(5), seconds=seconds)
+    fill(record, range(2), shift=0.0 if same else 0.1)
+    record.flush()
+    (mirrored if alive else copy(directory)).advance(final=False)
+    assert identifier(directory) == old, "not yet where W&B stands: nothing can be said"
+    fill(record, range(2, 6), shift=0.0 if same else 0.1)
     record.finish(COMPLETED)
     (mirrored if alive else copy(directory)).advance(final=True)
+    assert (identifier(directory) == old) == same
+    sent = Sent(directory)
+    assert sent.steps == list(range(6)), "monotone, each step once"
+    losses = [row["loss"] for _, row in sent.rows]
+    assert losses == load_run(directory).scalars.loss.tolist()
+    assert sent.config["attempt"] == (0 if same else 1)
+    assert len(list(directory.glob("wandb/*/*.wandb"))) == 1, "one W&B run for one run directory"
+
+
+def test_another_configuration_of_the_same_run_is_another_wandb_run(tmp_path: Path) -> None:
+    directory = finished(tmp_path / "run", "probe.every=2")
+    copy(directory).advance(final=True)
+    old = identifier(directory)
+    finished(directory, "probe.every=1")  # trained again to measure more: the rows that W&B has lack it
+    copy(directory).advance(final=True)
     assert identifier(directory) != old
-    assert Sent(directory, old).steps == [0, 1, 2, 3], "the first attempt is kept as it was"
-    assert Sent(directory, old).exit_code in (1, 255)
-    assert Sent(directory).steps == [0, 1, 2, 3, 4]
-    assert Sent(directory).config["attempt"] == 1
+    assert all("attn/L00/entropy_mean" in row for _, row in Sent(directory).rows)
+
+
+def test_a_run_cut_back_to_its_checkpoint_sends_no_step_twice(tmp_path: Path) -> None:
+    """Killed at step 6 after a checkpoint at 4: steps 4 and 5 are computed again, and are on W&B already."""
+    directory = tmp_path / "run"
+    record, mirrored = writer(directory), copy(directory)
+    fill(record, range(6))
+    record.flush()
+    mirrored.advance(final=False)
+    record = writer(directory, keep=4)
+    fill(record, range(4, 5))
+    record.flush()
+    mirrored.advance(final=False)
+    fill(record, range(5, 9))
+    record.finish(COMPLETED)
+    mirrored.advance(final=True)
+    assert Sent(directory).steps == list(range(9))
+    assert Sent(directory).config["attempt"] == 0
+
+
+def test_a_run_that_failed_earlier_than_before_keeps_its_wandb_run(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    for steps, status in ((5, "failed"), (3, "interrupted"), (7, "completed")):
+        record = writer(directory)
+        fill(record, range(steps))
+        record.finish(COMPLETED | {"status": status})
+        copy(directory).advance(final=True)
+    assert read_json(directory / "mirror.json")["attempt"] == 0
+    assert Sent(directory).steps == list(range(7))
+    assert Sent(directory).summary["status"] == "completed"
+
+
+@pytest.mark.parametrize("place", ["run", "sweep"])
+def test_what_was_found_later_reaches_the_summary(tmp_path: Path, place: str) -> None:
+    directory = finished(tmp_path / "sweep" / "run")
+    if place == "run":
+        (directory / "diagnosis.json").write_text('{"verdict": "attention"}')
+    else:
+        entries = [{"run": "other", "verdict": "healthy"}, {"run": "run", "verdict": "attention"}]
+        (tmp_path / "sweep" / "diagnosis.json").write_text(json.dumps({"runs": entries}))
+    claims = [
+        {"verdict": "pass"},
+        {"verdict": "fail", "detail": "1 of 3 do not: run"},
+        {"verdict": "fail", "detail": "x"},
+    ]
+    (tmp_path / "sweep" / "claims.json").write_text(json.dumps({"claims": claims}))
+    copy(directory).advance(final=True)
+    sent = Sent(directory)
+    assert sent.summary["verdict"] == "attention"
+    assert sent.summary["claims"] == "1 pass, 2 fail"
+    assert sent.summary["claims_failed"] == 1, "only those that name this run"
+
+
+def test_maps_of_heads_are_sent_of_a_few_steps_and_of_the_last(tmp_path: Path) -> None:
+    record = writer(tmp_path / "run", "train.steps=9", "probe.every=2")
+    for step in range(7):  # it ends before its ninth step
+        fill(record, range(step, step + 1), probe=step % 2 == 0)
+    record.finish(COMPLETED | {"status": "failed"})
+    copy(tmp_path / "run").advance(final=True)
+    sent = Sent(tmp_path / "run")
+    pictured = {step: set(media) for step, media in sent.media if media}
+    both = {"heads/entropy_frac", "heads/max_abs_logit"}
+    assert pictured == dict.fromkeys((0, 2, 4, 6), both)
+    assert sent.steps == list(range(7)), "they make no rows of their own"
+
+
+def test_a_map_shows_layers_downwards_and_heads_across_on_a_fixed_scale() -> None:
+    values = np.array([[1.0, 1e3, np.nan], [1e6, 1e9, 1e-3]])
+    image = np.asarray(maps.picture(values, "max_abs_logit"))
+    assert image.shape == (2 * maps.CELL, 3 * maps.CELL, 3)
+    cells = image[:: maps.CELL, :: maps.CELL]
+    dark, middle, light = (np.array(colormaps["magma"](x)[:3]) * 255 for x in (0.0, 0.5, 1.0))
+    assert cells[0, 0] == pytest.approx(dark, abs=4)
+    assert cells[0, 1] == pytest.approx(middle, abs=8)
+    assert tuple(cells[0, 2]) == maps.ABSENT, "no value has no colour of the scale"
+    assert cells[1, 0] == pytest.approx(light, abs=4)
+    assert cells[1, 1] == pytest.approx(light, abs=4), "beyond the scale: its end"
+    assert cells[1, 2] == pytest.approx(dark, abs=4)
+    fraction = np.asarray(maps.picture(np.array([[0.0, 1.0]]), "entropy_frac"))
+    ends = [np.array(colormaps["viridis"](x)[:3]) * 255 for x in (0.0, 1.0)]
+    assert fraction[0, 0] == pytest.approx(ends[0], abs=4)
+    assert fraction[0, -1] == pytest.approx(ends[1], abs=4)
+
+
+def test_the_tables_themselves_go_along_as_an_artifact(tmp_path: Path) -> None:
+    directory = finished(tmp_path / "run")
+    copy(directory).advance(final=True)
+    (held,) = [paths for kind, paths in Sent(directory).artifacts.items() if kind == "qkexp-run"]
+    assert {"scalars.parquet", "attention.parquet", "events.jsonl", "config.yaml", "outcome.json"} <= set(held)
+
+
+def test_notes_tell_by_which_command_a_run_was_made(tmp_path: Path) -> None:
+    directory = finished(tmp_path / "run")
+    made = {"command": "qkexp train seed=1", "code": {"commit": "abc", "dirty": True}, "host": "node3"}
+    (directory / "provenance.json").write_text(json.dumps(made))
+    copy(directory).advance(final=True)
+    notes = Sent(directory).run.notes
+    assert "`qkexp train seed=1`" in notes
+    assert "abc with changes" in notes
+    assert "node3" in notes
 
 
 def test_a_run_without_an_outcome_goes_on_later_under_its_id(tmp_path: Path) -> None:
@@ -291,7 +466,7 @@ def test_a_run_without_an_outcome_goes_on_later_under_its_id(tmp_path: Path) -> 
     run_id = identifier(directory)
     assert (Sent(directory).steps, Sent(directory).exit_code) == ([0, 1, 2], 255)
     figures = {k: v for k, v in Sent(directory).summary.items() if not k.startswith("_")}
-    assert figures == {"status": "unfinished", "diverged": False}
+    assert figures == {"status": "unfinished", "diverged": False, "nonfinite_total": 0}
     fill(record, range(3, 5))
     record.finish(COMPLETED)
     copy(directory).advance(final=True)
@@ -343,7 +518,7 @@ def test_a_mirror_without_a_parent_copies_the_rest_and_ends(tmp_path: Path) -> N
     """Also: the parent, which trains, never imports wandb."""
     directory = finished(tmp_path / "sweep" / "run")
     code = (
-        "import sys; from pathlib import Path; from qkexp.record.mirror import start\n"
+        "import sys; from pathlib import Path; from qkexp.record.mirror.process import start\n"
         f"mirror = start(Path({str(tmp_path / 'sweep')!r}), ['run', 'never-began'], 'project', 'auto', 'group')\n"
         "print(mirror.process.pid, 'wandb' in sys.modules, flush=True)\n"
         "import os; os._exit(0)"
@@ -365,7 +540,7 @@ def test_a_mirror_that_was_killed_is_made_good_under_the_same_id(tmp_path: Path)
     (sweep / "broken" / "config.yaml").write_text("no: such key")
     (sweep / "broken" / "outcome.json").write_text('{"status": "failed"}')
     code = (
-        "import os; from pathlib import Path; from qkexp.record.mirror_run import Copy\n"
+        "import os; from pathlib import Path; from qkexp.record.mirror.run import Copy\n"
         f"Copy(Path({str(directory)!r}), 'project', 'offline', 'group').advance(final=False)\n"
         "os.kill(os.getpid(), 9)"
     )
@@ -390,12 +565,26 @@ def test_a_mirror_that_was_killed_is_made_good_under_the_same_id(tmp_path: Path)
     assert Sent(directory).steps == list(range(6)), "whole, and in one file"
 
 
-def test_close_leaves_nothing_running(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdin=subprocess.PIPE)
+def test_nobody_waits_longer_than_asked_and_the_mirror_ends_by_itself(tmp_path: Path) -> None:
+    """A mirror whose server never answers: its parent goes on, and it does not outlive its own time."""
+    code = (
+        "import threading, time; from pathlib import Path; from qkexp.record.mirror import process\n"
+        "process.LAST_SECONDS = 1.0\n"
+        "class Hanging:\n"
+        "    directory, mode, error, retry_at, done, rows = Path('run'), 'online', None, 0.0, '', 0\n"
+        "    def advance(self, final): time.sleep(60)\n"
+        "ended = threading.Event()\n"
+        "threading.Thread(target=process._await_end, args=(ended,), daemon=True).start()\n"
+        "process.serve([Hanging()], ended)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    began = time.monotonic()
     warning = Mirror(process, tmp_path, ()).close(0.2)
+    assert time.monotonic() - began < 2.0
     assert warning is not None
-    assert "not done after" in warning
-    assert process.poll() is not None
+    assert "in the background" in warning
+    assert f"qkexp sync {tmp_path}" in warning
+    assert process.wait(30) == 1
 
 
 class Stub(Copy):
