@@ -9,7 +9,7 @@ import argparse
 import importlib
 from typing import Protocol
 
-VERBS = ("reproduce", "train", "sweep", "status", "verify", "figures", "sync", "probe", "data")
+VERBS = ("reproduce", "train", "sweep", "status", "verify", "figures", "sync", "probe", "data", "dashboard")
 
 
 class Verb(Protocol):

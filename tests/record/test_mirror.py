@@ -129,7 +129,11 @@ class Sent:
         for record in records(path.read_bytes()):
             kind = record.WhichOneof("record_type")
             if kind == "history":
-                row = {i.key or i.nested_key[0]: json.loads(i.value_json) for i in record.history.item}
+                row: dict[str, Any] = {}
+                for item in record.history.item:
+                    first, *rest = list(item.nested_key) or [item.key]
+                    value = json.loads(item.value_json)
+                    row[first] = value if not rest else row.get(first, {}) | {".".join(rest): value}
                 step = record.history.step.num
                 kept = {k: v for k, v in row.items() if not k.startswith("_")}
                 self.media.append((step, {k: v for k, v in kept.items() if isinstance(v, dict)}))
