@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     directory = directory_of(options.directory)
     sweep = load_sweep(directory)
     tracker = next(iter(sweep.all.values())).typed.tracker
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
     try:
         mode = resolve_mode(options.mode)
     except ValueError as error:
@@ -62,13 +62,15 @@ def tell(runs: list[Copied], copies: list[Copied], reached: bool, directory: str
     """What was copied, what was there already, and what could not be."""
     failed = [copy for copy in copies if copy.error]
     how = Counter(copy.done for copy in runs if not copy.error)
-    words = [f"{count} {name}" for name, count in how.items()] + ([f"{len(failed)} failed"] if failed else [])
+    lost = sum(bool(copy.error) for copy in runs)
+    words = [f"{count} {name}" for name, count in how.items()] + ([f"{lost} failed"] if lost else [])
     rows = sum(copy.rows for copy in runs)
     out.print(f"{directory}: {len(runs)} runs, {mode}: {', '.join(words)}; {rows:,} rows", soft_wrap=True)
     for copy in failed[:3]:
         err.print(f"{copy.directory.name}: {copy.error}", markup=False, soft_wrap=True)
     if not reached:
-        err.print("the W&B server cannot be reached, or refuses; the directories have everything: try again later")
+        text = "the W&B server cannot be reached, or refuses; the directories have everything: try again later"
+        err.print(text, soft_wrap=True)
     url = next(filter(None, map(_url, runs)), None)
     if url and mode == "online" and not failed:
         out.print(url, soft_wrap=True)

@@ -91,6 +91,11 @@ def launch(
 
     plan.make_directory()
     mirror = _mirror(plan, [run.name for run in todo], sweep=sums_up)
+    if mirror is not None:
+        from qkexp.record.mirror.rows import budget
+
+        keys = budget(max((run.config for run in todo), key=lambda c: c.model.depth or 0))
+        out.print(f"W&B: group {plan.sweep.name}, {keys}", soft_wrap=True)
     began = time.monotonic()
     try:
         with progress(out, plan.directory, todo) as tick:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from qkexp.record.mirror import rows as mirror_rows
 from qkexp.record.mirror import run as mirror_run
 from qkexp.record.mirror.login import resolve_mode
 from qkexp.record.mirror.process import Mirror, main, poll, start
-from qkexp.record.mirror.rows import new_rows
+from qkexp.record.mirror.rows import budget, new_rows
 from qkexp.record.mirror.run import Copy
 from qkexp.record.run import RunWriter
 from qkexp.train.events import Event
@@ -231,6 +232,16 @@ def test_values_that_were_not_measured_are_not_counted_as_not_finite() -> None:
     figures, rows = facts.nonfinite(table)
     assert figures == {"nonfinite_total": 1, "nonfinite_step": 2, "last_finite_loss": 1.0}
     assert [row[:3] for row in rows] == [[2, "nonfinite", "loss = inf, 1 times"]]
+
+
+@pytest.mark.parametrize("keys", [["model.depth=2"], ["model.depth=2", "probe.groups=[sink,bound]"], ["probe.every=0"]])
+def test_no_row_has_more_keys_than_were_announced(tmp_path: Path, keys: list[str]) -> None:
+    directory = finished(tmp_path / "run", *keys)
+    run = load_run(directory)
+    most = int(re.fullmatch(r"at most (\d+) keys a step", budget(run.typed)).group(1))  # type: ignore[union-attr]
+    sent = max(len(row) for _, row in new_rows(run, 0, ended=True))
+    assert sent <= most if "probe.every=0" not in keys else most < 30
+    assert most < 100, "heads are no keys"
 
 
 def test_each_run_has_its_own_id_config_tags_and_group(tmp_path: Path) -> None:

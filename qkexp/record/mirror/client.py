@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from qkexp.record.mirror.kept import Kept
+
 Mode = Literal["online", "offline"]
 INIT_SECONDS = 20.0
 FINISH_SECONDS = 60.0
@@ -94,6 +96,13 @@ def server() -> str:
     import wandb
 
     return str(wandb.setup().settings.base_url)
+
+
+def holds(record: Kept, mode: Mode) -> bool:
+    """Whether what was copied then is where it is to be copied now."""
+    return (
+        record.mode == "online" and (mode == "offline" or record.server == server()) or record.mode == mode == "offline"
+    )
 
 
 def folder(target: Any, directory: Path) -> str:

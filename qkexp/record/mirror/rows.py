@@ -18,7 +18,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from qkexp.config import RunConfig
+from qkexp.probe.metrics import GROUPS, NAMES
 from qkexp.record.load import Layers, Run
+from qkexp.record.run import MEASURED
 
 CHUNK = 2000  # steps read at once
 LEARNED_SCALES = ("learned", "learned_per_head")
@@ -28,6 +31,17 @@ WORST = {"max_abs_logit": np.fmax, "attn_max_mean": np.fmax, "collapsed_rows": n
 
 class TablesChanged(Exception):
     """A part was merged away since it was listed: ask again."""
+
+
+def budget(cfg: RunConfig) -> str:
+    """How many keys a row has at most, in words: W&B has limits, and each costs time."""
+    fixed = len(MEASURED) + 1 + len(WORST)
+    each = len(NAMES) + sum(len(GROUPS[group]) for group in cfg.probe.groups)
+    if not cfg.probe.every:
+        return f"at most {len(MEASURED) + 1} keys a step"
+    if cfg.model.depth is None:
+        return f"at most {fixed} keys a step and {each} a layer"
+    return f"at most {fixed + each * cfg.model.depth} keys a step"
 
 
 def new_rows(run: Run, since: int, ended: bool) -> list[tuple[int, dict[str, float]]]:

@@ -77,7 +77,7 @@ class Copy:
                 self._close(CRASHED)
             return
         judged = facts.judged(self.directory) if status else {}
-        mark, told = _hash(judged), bool(status) and record.status == status and record.mode in ("online", self.mode)
+        mark, told = _hash(judged), bool(status) and record.status == status and client.holds(record, self.mode)
         if told and (self.mode == "offline" or record.judged == mark):
             self.done = "already there"
             return
@@ -151,8 +151,6 @@ class Copy:
             if status is None and fingerprint(self.directory, 0) is None:
                 return None
             return self._begin(run, settings, 0)
-        if self.mode == "online" and record.server not in (None, client.server()):  # another one knows nothing of it
-            return self._begin(run, settings, record.attempt + 1)
         if record.next_step:
             here = fingerprint(self.directory, record.next_step - 1)
             if here is None and status not in facts.FINISHED and settings == record.settings:
@@ -200,11 +198,13 @@ class Copy:
                 raise
             record = self._begin(run, record.settings or "", record.attempt + 1)
             self._target = self._init(run, record)
-        # the server knows what it has; one that does not say (not W&B's own) has at least what it once confirmed
-        record.next_step = max(self._target.starting_step, record.arrived) if self.mode == "online" else 0
+        record.next_step = 0
+        if self.mode == "online":
+            # the server knows what it has; one that does not say (not W&B's own) has at least what it once confirmed
+            record.arrived = record.arrived if record.server == client.server() else 0
+            record.next_step = max(self._target.starting_step, record.arrived)
+            record.server, record.url = client.server(), self._target.url
         record.mode, record.entity = self.mode, self._target.entity or None
-        record.url = self._target.url if self.mode == "online" else record.url
-        record.server = client.server() if self.mode == "online" else record.server
         record.files = client.folder(self._target, self.directory)
         self._clear_figures("running")
         self._keep()

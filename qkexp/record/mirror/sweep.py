@@ -41,10 +41,10 @@ class SweepCopy:
 
     def _advance(self) -> None:
         sweep, record = load_sweep(self.directory), KeptSweep.load(self.directory)
-        if record is None or (self.mode == "online" and record.server not in (None, client.server())):
+        if record is None:
             record = KeptSweep(client.new_id("sweep", 0), self.project, self.mode)
         content = self._content(sweep)
-        if record.content == content and record.mode in ("online", self.mode):
+        if record.content == content and client.holds(record, self.mode):
             self.done = "already there"
             return
         self.done = "gone on" if record.uploads else "new"
@@ -71,8 +71,8 @@ class SweepCopy:
         }
         target = client.open_run(self.mode, self.directory, **identity)
         record.mode, record.entity = self.mode, target.entity or None
-        record.url = target.project_url if self.mode == "online" else record.url
-        record.server = client.server() if self.mode == "online" else record.server
+        if self.mode == "online":
+            record.server, record.url = client.server(), target.project_url
         record.files = client.folder(target, self.directory)
         record.store(self.directory)
         runs = sweep.runs
