@@ -99,10 +99,8 @@ def server() -> str:
 
 
 def holds(record: Kept, mode: Mode) -> bool:
-    """Whether what was copied then is where it is to be copied now."""
-    return (
-        record.mode == "online" and (mode == "offline" or record.server == server()) or record.mode == mode == "offline"
-    )
+    """Whether what was copied then is where it is to be copied now: offline runs add nothing to any copy."""
+    return mode == "offline" or (record.mode == "online" and record.server == server())
 
 
 def folder(target: Any, directory: Path) -> str:
