@@ -20,7 +20,7 @@ import pytest
 import torch
 from matplotlib import colormaps
 
-from qkexp import load_run
+from qkexp import cli, load_run
 from qkexp.compose import compose_sweep
 from qkexp.probe.frame import Frame, Group
 from qkexp.probe.metrics import NAMES
@@ -32,6 +32,7 @@ from qkexp.record.mirror.login import resolve_mode
 from qkexp.record.mirror.process import Mirror, main, poll, start
 from qkexp.record.mirror.rows import budget, new_rows
 from qkexp.record.mirror.run import Copy
+from qkexp.record.mirror.sweep import RUN_COLUMNS, SweepCopy
 from qkexp.record.run import RunWriter
 from qkexp.train.events import Event
 
@@ -510,6 +511,75 @@ def test_two_mirrors_of_one_run_make_one_wandb_run(tmp_path: Path) -> None:
     second.advance(final=True)
     assert len(list(tmp_path.glob("run/wandb/*/*.wandb"))) == 1
     assert Sent(tmp_path / "run").exit_code == 0
+
+
+# ---------------------------------------------------------------- a sweep as a whole
+
+
+def swept(tmp_path: Path) -> Path:
+    """A sweep of two runs, one of which diverged, with a claim and a figure."""
+    directory = tmp_path / "sweep"
+    for seed, outcome in ((1, {}), (2, {"status": "diverged", "final": {"loss": None}})):
+        finished(directory / f"run{seed}", f"seed={seed}", **outcome)
+    runs = [{"name": f"run{seed}"} for seed in (1, 2)]
+    (directory / "plan.json").write_text(json.dumps({"runs": runs}))
+    claims = [{"claim": "falls", "value": "inf", "bound": "< 1", "verdict": "fail", "detail": "run2"},
+              {"claim": "holds", "value": 0.5, "bound": "< 1", "verdict": "pass"}]  # fmt: skip
+    (directory / "claims.json").write_text(json.dumps({"claims": claims}))
+    (directory / "figures").mkdir()
+    maps.picture(np.zeros((1, 1)), "entropy_frac").save(directory / "figures" / "curves.png")
+    return directory
+
+
+def test_a_sweep_has_a_wandb_run_of_its_own_with_runs_claims_and_figures(tmp_path: Path) -> None:
+    directory = swept(tmp_path)
+    SweepCopy(directory, "project", "offline", "group").advance(final=True)
+    sent = Sent(directory)
+    assert [sent.run.job_type, sent.run.run_group, sent.run.display_name] == ["sweep", "group", "sweep (sweep)"]
+    assert {key for _, media in sent.media for key in media} == {"runs", "claims", "figures/curves"}
+    runs = [dict(zip(RUN_COLUMNS, row, strict=True)) for row in sent.table(directory, "runs")]
+    assert [(r["name"], r["seed"], r["status"]) for r in runs] == [("run1", 1, "completed"), ("run2", 2, "diverged")]
+    assert [r["final_loss"] for r in runs] == [0.5, None]
+    assert [r["final_val_loss"] for r in runs] == [None, None], "infinity is no number of a table"
+    assert [row[1] for row in sent.table(directory, "claims")] == ["inf", "0.5"]
+    assert sent.summary["claims"] == "1 fail, 1 pass"
+    assert (sent.summary["claims/pass"], sent.summary["claims/fail"]) == (1, 1)
+    assert (sent.summary["runs/completed"], sent.summary["runs/diverged"]) == (1, 1)
+    assert {"plan.json", "claims.json", "figures/curves.png"} == set(sent.artifacts["qkexp-sweep"])
+
+
+def test_a_sweep_is_sent_again_only_when_something_of_it_changed(tmp_path: Path) -> None:
+    directory = swept(tmp_path)
+    first, second, third = (SweepCopy(directory, "project", "offline", "group") for _ in range(3))
+    first.advance(final=False)
+    assert not (directory / "mirror.json").exists(), "not while it trains"
+    first.advance(final=True)
+    old = identifier(directory)
+    second.advance(final=True)
+    assert (first.done, second.done) == ("new", "already there")
+    (directory / "claims.json").write_text('{"claims": [{"claim": "holds", "verdict": "pass"}]}')
+    third.advance(final=True)
+    assert (third.done, identifier(directory)) == ("gone on", old)
+    assert Sent(directory).summary["claims"] == "1 pass"
+
+
+def test_sync_tells_what_it_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = swept(tmp_path)
+
+    def told(*more: str) -> str:
+        assert cli.main(["sync", str(directory), "--mode", "offline", *more]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    assert "2 runs, offline: 2 new; 12 rows" in told()
+    old = identifier(directory / "run1")
+    assert "2 runs, offline: 2 already there; 0 rows" in told()
+    assert "2 runs, offline: 2 new; 12 rows" in told("--again")
+    assert identifier(directory / "run1") != old
+
+
+def test_sync_without_a_login_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sync", str(swept(tmp_path)), "--mode", "online"]) == 2
+    assert "wandb login" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- the process
