@@ -187,7 +187,7 @@ def test_auto_is_online_only_with_a_login_and_follows_the_environment(
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     if netrc:
-        (tmp_path / "home" / "netrc").write_text("machine api.wandb.ai login user password " + "k" * 40)
+        Path(os.environ["NETRC"]).write_text("machine api.wandb.ai login user password " + "k" * 40)
     assert resolve_mode(mode) == expected
 
 
