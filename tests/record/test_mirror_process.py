@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -182,7 +183,7 @@ def test_a_dead_server_is_asked_once_a_poll_not_once_a_run(tmp_path: Path) -> No
     ],
 )
 def test_auto_is_online_only_with_a_login_and_follows_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, env: dict[str, str], netrc: bool, expected: str | None
+    monkeypatch: pytest.MonkeyPatch, mode: str, env: dict[str, str], netrc: bool, expected: str | None
 ) -> None:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
