@@ -17,7 +17,7 @@ from qkexp.record.files import read_json
 from qkexp.record.load import load_sweep
 from qkexp.sweep.launch import cores
 
-PAIRS, STEPS, WARM = 5, 400, 20
+PAIRS, STEPS, WARM = 3, 300, 20
 EXIT_SECONDS = 5.0
 KEY = "0" * 40
 

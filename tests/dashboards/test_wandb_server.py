@@ -21,6 +21,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from mirrored import finished
 from servers import KEY, Server, binary, gate, reply
 
 from qkexp import load_run, load_sweep
@@ -67,6 +68,13 @@ class Home:
     def command(self, steps: int) -> list[str]:
         out = f"output_dir={self.folder / 'outputs'}"
         return ["sweep", "attention=none,rmsnorm", *SMALL, f"train.steps={steps}", out, "sweep_name=s"]
+
+    def made(self) -> list[Path]:
+        """Two finished runs of a sweep that nobody trained: for what only copying is about."""
+        names = ("none", "rmsnorm")
+        runs = [finished(self.directory / name, f"attention={name}", "model.depth=2") for name in names]
+        (self.directory / "plan.json").write_text(json.dumps({"runs": [{"name": name} for name in names]}))
+        return runs
 
     @property
     def directory(self) -> Path:
@@ -222,18 +230,16 @@ def test_a_sweep_offline_and_then_synced_twice(server: Server, home: Home) -> No
 
 
 def test_what_is_found_later_is_added_and_nothing_sent_twice(server: Server, home: Home) -> None:
-    assert home.sweep(server.url, "tracker.mode=offline").returncode == 0
-    home.quiet()
+    first, _ = home.made()
     synced(home.run(server.url, "sync", str(home.directory)))
-    run = next(iter(load_sweep(home.directory).all.values()))
-    (run.directory / "diagnosis.json").write_text('{"verdict": "healthy"}')
+    (first / "diagnosis.json").write_text('{"verdict": "healthy"}')
     (home.directory / "claims.json").write_text('{"claims": [{"claim": "c", "value": 1.0, "verdict": "pass"}]}')
     text = synced(home.run(server.url, "sync", str(home.directory)))
     assert "2 gone on; 0 rows" in text
     same(server, home.directory)
-    summary = server.runs()[kept(run.directory)["id"]]["summary"]
+    summary = server.runs()[kept(first)["id"]]["summary"]
     assert (summary["verdict"], summary["claims"], summary["claims_failed"]) == ("healthy", "1 pass", 0)
-    assert server.lines(kept(run.directory)["id"]) == 24
+    assert server.lines(kept(first)["id"]) == 6
     assert server.runs()[kept(home.directory)["id"]]["summary"]["claims/pass"] == 1
 
 
@@ -315,20 +321,19 @@ def test_a_server_that_fails_costs_a_warning_and_nothing_else(server: Server, ho
 
 def test_sync_tells_that_a_quota_is_hit(server: Server, home: Home) -> None:
     """wandb itself ends such a run without an error."""
-    assert home.sweep(server.url, "tracker.mode=offline").returncode == 0
-    home.quiet()
+    home.made()
     with gate(server, rows_only(403)) as found:
         done = home.run(found.url, "sync", str(home.directory))
-        assert done.returncode == 1
-        assert "storage quota exceeded" in done.stderr
-        assert "2 failed" in done.stdout
+    assert done.returncode == 1
+    assert "storage quota exceeded" in done.stderr
+    assert "2 failed" in done.stdout
+    assert [kept(p)["status"] for p in home.directory.glob("*/") if (p / "mirror.json").exists()] == [None, None]
 
 
 def test_a_run_that_was_deleted_on_the_server_gets_a_new_id(server: Server, home: Home) -> None:
-    assert home.sweep(server.url, "tracker.mode=offline").returncode == 0
-    home.quiet()
-    runs = [run.directory for run in load_sweep(home.directory).all.values()]
-    old = kept(runs[0])["id"]
+    first, _ = home.made()
+    synced(home.run(server.url, "sync", str(home.directory), "--mode", "offline"))
+    old = kept(first)["id"]
     text = f'{{"errors": [{{"message": "run p/{old} was previously created and deleted; try a new run name"}}]}}'
 
     def deleted(request: Any) -> bool:
@@ -337,8 +342,19 @@ def test_a_run_that_was_deleted_on_the_server_gets_a_new_id(server: Server, home
 
     with gate(server, deleted) as found:
         synced(home.run(found.url, "sync", str(home.directory)))
-    assert kept(runs[0])["id"] != old
+    assert kept(first)["id"] != old
     same(server, home.directory)
+
+
+def test_a_server_at_another_address_that_is_not_there_changes_nothing(server: Server, home: Home) -> None:
+    first, _ = home.made()
+    synced(home.run(server.url, "sync", str(home.directory)))
+    before = kept(first)
+    done = home.run("http://127.0.0.1:9", "sync", str(home.directory))
+    assert done.returncode == 1
+    assert "cannot be reached" in done.stderr
+    assert kept(first) == before, "it still belongs to the same W&B run"
+    assert "2 already there; 0 rows" in synced(home.run(server.url, "sync", str(home.directory)))
 
 
 def test_the_server_knows_no_saved_views_and_that_is_said(server: Server, home: Home) -> None:

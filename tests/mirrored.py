@@ -24,7 +24,7 @@ COMPLETED = {"status": "completed", "reason": "final loss 0.5", "step": 6, "step
 
 
 def writer(directory: Path, *overrides: str, keep: int = 0) -> RunWriter:
-    directory.parent.mkdir(exist_ok=True)
+    directory.parent.mkdir(parents=True, exist_ok=True)
     return RunWriter(directory, compose_sweep(overrides, single=True).runs[0][1], {}, keep)
 
 
