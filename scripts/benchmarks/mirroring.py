@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import subprocess
@@ -24,22 +25,20 @@ KEY = "0" * 40
 
 def mirror_figures(quick: bool = False) -> Iterator[Figure]:
     """Time of a step with a mirror beside it / without, every core training; and how long the sweep's end takes."""
-    steps, pairs = (30, 1) if quick else (STEPS, PAIRS)
+    steps, pairs = (20, 1) if quick else (STEPS, PAIRS)
+    names = itertools.count()
     with tempfile.TemporaryDirectory(prefix="qkexp-bench-") as folder, sink() as url:
-        sweeps, ends = itertools.count(), []
+        for mode in ("online",) if quick else ("online", "offline"):
+            ends: list[float] = []
 
-        def train(*keys: str) -> float:
-            directory = Path(folder) / str(next(sweeps))
-            seconds, end = _sweep(directory, steps, url, *keys)
-            if "tracker=none" not in keys:
-                ends.append(end)
-            return seconds
+            def train(*keys: str, ends: list[float] = ends) -> float:
+                seconds, end = _sweep(Path(folder) / str(next(names)), steps, url, *keys)
+                if "tracker=none" not in keys:
+                    ends.append(end)
+                return seconds
 
-        for mode in ("online", "offline"):
-            ends.clear()
-            on, off = side_by_side(
-                lambda mode=mode: train(f"tracker.mode={mode}"), lambda: train("tracker=none"), pairs
-            )  # type: ignore[misc]
+            beside = functools.partial(train, f"tracker.mode={mode}")
+            on, off = side_by_side(beside, functools.partial(train, "tracker=none"), pairs)
             yield ratio("mirror", f"micro step with W&B {mode} / without", on, off, target=1.05, side="below")
             yield Figure("mirror", f"end of a sweep, {mode}", max(ends), "s", EXIT_SECONDS, "below")
 
