@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from google.protobuf.message import DecodeError
 
 from qkexp.compose import compose_sweep
 from qkexp.probe.frame import Frame, Group
@@ -80,6 +82,18 @@ def records(data: bytes) -> Iterator[Any]:
             yield record
 
 
+def whole(path: Path, patience: float = 20.0) -> list[Any]:
+    """All records of a run that was closed: wandb's service may still be writing the last of them."""
+    limit = time.monotonic() + patience
+    while True:
+        with contextlib.suppress(DecodeError):
+            found = list(records(path.read_bytes()))
+            if any(record.WhichOneof("record_type") == "exit" for record in found):
+                return found
+        assert time.monotonic() < limit, f"{path} has no end"
+        time.sleep(0.05)
+
+
 class Sent:
     """What an offline ``.wandb`` file holds."""
 
@@ -90,7 +104,7 @@ class Sent:
         self.summary: dict[str, Any] = {}
         self.exit_code: int | None = None
         self.artifacts: dict[str, list[str]] = {}
-        for record in records(path.read_bytes()):
+        for record in whole(path):
             kind = record.WhichOneof("record_type")
             if kind == "history":
                 row: dict[str, Any] = {}

@@ -216,7 +216,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return serve(copies, ended)
 
 
+def _teardown() -> None:
+    """Let wandb's service write its last: a run that it has closed may not be on the disk yet."""
+    import wandb
+
+    with contextlib.suppress(Exception):
+        wandb.teardown()
+
+
 if __name__ == "__main__":
     code = main()
-    sys.stderr.flush()
-    os._exit(code)  # wandb's hooks at exit would wait for a server that is gone
+    _teardown()  # no longer than LAST_SECONDS allows, should it wait for a server that is gone
+    logging.shutdown()
+    os._exit(code)  # without wandb's own hooks at exit
