@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
             (folder / "mirror.json").unlink(missing_ok=True)
     group = directory.resolve().name
     runs: list[Copied] = [Copy(r.directory, tracker.project, mode, group) for r in sweep.all.values()]
-    copies = [*runs, SweepCopy(directory, tracker.project, mode, group)] if sweep.plan else runs
+    copies: list[Copied] = [*runs, *([SweepCopy(directory, tracker.project, mode, group)] if sweep.plan else [])]
     logging.getLogger("qkexp.mirror").setLevel(logging.CRITICAL)  # what failed is told at the end
     with Progress(console=out, transient=True) as bar:
         task = bar.add_task(f"copying to W&B, {mode}", total=len(copies))

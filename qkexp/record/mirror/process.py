@@ -34,12 +34,13 @@ class Copied(Protocol):
     """What is copied: a run (``run.Copy``) or a sweep as a whole (``sweep.SweepCopy``)."""
 
     directory: Path
-    mode: str
     error: str | None
     retry_at: float
     done: str
     rows: int
 
+    @property
+    def mode(self) -> str: ...
     def advance(self, final: bool) -> None: ...
 
 

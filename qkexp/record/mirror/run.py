@@ -128,9 +128,9 @@ class Copy:
             step = (steps - 1) // every * every
             if step not in maps.map_steps(run.config):  # the run ended before its last step
                 last |= self._images(step, maps.head_maps(run, [step]).get(step, {}))
-        rows = facts.events(run) + rows
-        if rows:
-            last["events"] = wandb.Table(columns=list(facts.EVENT_COLUMNS), data=rows)
+        found: list[Any] = facts.events(run) + rows
+        if found:
+            last["events"] = wandb.Table(columns=list(facts.EVENT_COLUMNS), data=found)
         if last:  # joins the last row, or makes one of its own where that is on the server already
             self._target.log(last, step=max(steps - 1, self._target.starting_step, 0))
 

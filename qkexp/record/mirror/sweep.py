@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ class SweepCopy:
         target.log(row, step=max(target.starting_step, record.uploads))
         record.uploads = max(target.starting_step, record.uploads) + 1
         verdicts = [c.get("verdict") for c in claims]
-        told = {f"runs/{status}": int(n) for status, n in runs.status.value_counts().items()}
+        told: dict[str, Any] = {f"runs/{status}": int(n) for status, n in runs.status.value_counts().items()}
         told |= {f"claims/{v}": verdicts.count(v) for v in ("pass", "fail")} if claims else {}
         told |= {"claims": facts.counted(claims)} if claims else {}
         target.summary.update(
@@ -106,11 +107,11 @@ class SweepCopy:
         return found.hexdigest()[:12]
 
 
-def _table(columns: tuple[str, ...], rows: list[dict[str, Any]]) -> Any:
+def _table(columns: tuple[str, ...], rows: Iterable[Mapping[Any, Any]]) -> Any:
     """Rows as a W&B table: a column is of numbers or of words; what is not finite, or absent, is empty."""
     import wandb
 
-    data = [[_cell(row.get(name)) for name in columns] for row in rows]
+    data: list[Any] = [[_cell(row.get(name)) for name in columns] for row in rows]
     for place in range(len(columns)):
         if any(isinstance(row[place], str) for row in data):
             for row in data:
