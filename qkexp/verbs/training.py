@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from qkexp.sweep.launch import Launcher
     from qkexp.sweep.plan import Plan, Planned
 
-MIRROR_SECONDS = 2.0  # nobody waits longer for W&B
+MIRROR_SECONDS = 1.5  # nobody waits longer for W&B
 
 
 def takes_runs(parser: argparse.ArgumentParser) -> None:

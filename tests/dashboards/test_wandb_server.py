@@ -99,7 +99,8 @@ class Home:
 
     def ended_in_time(self, done: Done) -> None:
         last = max(path.stat().st_mtime for path in self.directory.glob("*/outcome.json"))
-        assert done.ended - last < EXIT_SECONDS, "the process waited for W&B"
+        crowded = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # Python's own end takes CPU time
+        assert done.ended - last < EXIT_SECONDS * crowded, "the process waited for W&B"
 
     def mirrors(self) -> list[int]:
         """Processes that copy this user's runs, and those that they started."""
