@@ -24,6 +24,7 @@ VERBS = (
     "report",
     "serve",
     "compare",
+    "dashboard",
 )
 
 

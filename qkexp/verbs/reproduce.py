@@ -9,7 +9,7 @@ from qkexp.verbs.figures import draw_figures
 from qkexp.verbs.report import make_report
 from qkexp.verbs.sweep import run_sweep
 from qkexp.verbs.terminal import DONE, INTERRUPTED, WRONG_INPUT, out
-from qkexp.verbs.training import plan_of, takes_runs
+from qkexp.verbs.training import plan_of, publish, takes_runs
 from qkexp.verbs.verify import verify_claims
 
 HELP = "sweep an experiment, verify its claims, draw its figures, write its report"
@@ -28,8 +28,9 @@ def run(options: argparse.Namespace) -> int:
     if options.quick and plan.runs:
         seed = min(run.config.seed for run in plan.runs)
         plan = plan_of([f"experiment={name}", *(o for o in overrides if not o.startswith("seed=")), f"seed={seed}"])
+    trained = not options.plan and bool(plan.missing(options.again))
     try:
-        code = run_sweep(plan, options)
+        code = run_sweep(plan, options, sums_up=False)
     except DataMissing as missing:
         if not plan.sweep.optional_data:
             raise
@@ -40,4 +41,6 @@ def run(options: argparse.Namespace) -> int:
     code = max(code, verify_claims(plan.directory))
     draw_figures(plan.directory)
     make_report(plan.directory)
+    if trained:
+        publish(plan)
     return code
