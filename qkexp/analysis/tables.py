@@ -158,8 +158,8 @@ def remarks(rows: pd.DataFrame) -> list[str]:
     """What these runs do not bear out: runs that are missing, figures that have too few seeds, models at chance."""
     found: list[str] = []
     for column, word in (("missing", "missing"), ("note", ""), ("refused", "")):
-        for text, where in rows.groupby(column, sort=False).variant if column in rows else ():
-            names = list(dict.fromkeys(where))
+        for text in rows[column].unique() if column in rows else ():
+            names = list(dict.fromkeys(rows.variant[rows[column] == text]))
             if text:
                 of = "every variant" if len(names) == rows.variant.nunique() else ", ".join(names)
                 found.append(f"{of}: {word + ': ' if word else ''}{text}")
@@ -168,8 +168,8 @@ def remarks(rows: pd.DataFrame) -> list[str]:
         "best_at_edge": "the best rate is an edge of the grid, so the best may lie beyond it",
     }
     for column, text in flags.items():
-        names = rows[rows[column].eq(True)].variant.unique() if column in rows else []
-        if len(names):
+        names = list(rows[rows[column].eq(True)].variant.unique()) if column in rows else []
+        if names:
             found.append(f"{', '.join(names)}: {text}")
     return found
 

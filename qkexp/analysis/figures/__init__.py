@@ -95,6 +95,6 @@ def draw(directory: Path, names: list[str] | None = None) -> list[Path]:
             continue
         drawn.append(save(drawing, Path(directory) / "figures", name))
     if wanted or not drawn:  # of all figures that there are, most are made for other experiments
-        for name, reason in skipped:
-            log.warning("figure %s skipped: %s", name, reason)
+        for name, why in skipped:
+            log.warning("figure %s skipped: %s", name, why)
     return drawn

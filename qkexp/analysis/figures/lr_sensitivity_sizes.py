@@ -119,7 +119,9 @@ def _curves(axes: Axes, rows: pd.DataFrame, variant: str, sizes: list[float], to
         )  # fmt: skip
         for run in rows_of(part[part.kind == "run"]):
             failed = math.isinf(run.val_loss)
-            mark = {"marker": "x", "ms": 5, "mew": 1.3} if failed else {"marker": ".", "ms": 3.5, "mec": "none"}
+            mark: dict[str, Any] = (
+                {"marker": "x", "ms": 5, "mew": 1.3} if failed else {"marker": ".", "ms": 3.5, "mec": "none"}
+            )
             axes.plot(run.lr, min(run.val_loss, top), ls="", color=here.colour, alpha=0.6, zorder=2, **mark)
     rates = sorted(rows.lr.dropna().unique())
     axes.set_xscale("log")

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from qkexp.analysis.figures.curves import Arm, Panel, draw, handles
 from qkexp.analysis.figures.grouping import over_seeds
-from qkexp.analysis.figures.selection import DoesNotFit, at_highest_rate, model_text, recipe_text, unfinished_text
+from qkexp.analysis.figures.selection import (
+    DoesNotFit,
+    at_highest_rate,
+    model_text,
+    recipe_text,
+    rows_of,
+    unfinished_text,
+)
 from qkexp.analysis.figures.style import Drawing, canvas, styled
 from qkexp.analysis.measures import onset
 from qkexp.record.load import Run, Sweep
 from qkexp.train.events import healthy_steps
 
 SATURATED = 0.9  # attn max of the layer: up to there growth of logits still sharpens attention
-PARTS = {
+PARTS: dict[str, tuple[str, str, Any, str]] = {
     "growth": ("growth of max |z|", "#333333", "-", "o"),
     "lengths": ("of it ‖q̂‖ · ‖k̂‖", "#0072B2", (0, (4, 1.5)), "s"),
     "alignment": ("of it |cos|", "#D55E00", (0, (1, 1.2)), "D"),
 }
-MEANS = {
+MEANS: dict[str, tuple[str, str, Any, str]] = {
     "mean_q": ("mean ‖q̂‖", "#56B4E9", "-", "^"),
     "mean_k": ("mean ‖k̂‖", "#009E73", (0, (4, 1.5)), "v"),
     "mean_cosine_gap": ("mean gap of a row in cosines", "#CC79A7", (0, (1, 1.2)), "P"),
@@ -99,7 +107,7 @@ def parts(run: Run, layer: int) -> pd.DataFrame:
     return table.assign(step=run.layers.steps, cosine=value["max_pair_cos"])
 
 
-def _summary(run: Run, table: pd.DataFrame, layer: int, name: str) -> list[dict[str, object]]:
+def _summary(run: Run, table: pd.DataFrame, layer: int, name: str) -> list[dict[str, Any]]:
     """The split when the layer's attention saturates, and at the end (mean of 20 probed steps each)."""
     ends = {"end": len(table)}
     at = onset(run.layers["attn_max_mean"][:, layer], SATURATED)
@@ -108,7 +116,13 @@ def _summary(run: Run, table: pd.DataFrame, layer: int, name: str) -> list[dict[
     rows = []
     for when, stop in ends.items():
         mean = table.iloc[max(0, stop - 20) : stop].mean()
-        row = {"kind": "split", "layer": name, "seed": run.seed, "when": when, "step": int(table.step.iloc[stop - 1])}
+        row: dict[str, Any] = {
+            "kind": "split",
+            "layer": name,
+            "seed": run.seed,
+            "when": when,
+            "step": int(table.step.iloc[stop - 1]),
+        }
         row |= {metric: float(mean[metric]) for metric in (*PARTS, *MEANS, "cosine")}
         row["cosine_start"] = float(table.cosine[table.step < healthy_steps(run.typed.train.steps)].mean())
         row["share_of_lengths"] = row["lengths"] / row["growth"] if row["growth"] else math.nan
@@ -120,9 +134,9 @@ def _summary(run: Run, table: pd.DataFrame, layer: int, name: str) -> list[dict[
 def _caption(runs: list[Run], rate: float, table: pd.DataFrame) -> list[str]:
     split = table[(table.kind == "split")].groupby(["layer", "when"], sort=False).median(numeric_only=True)
     said = [
-        f"{layer} layer, {when}: max |z| grew by 10^{row.growth:.1f}, {row.share_of_lengths:.0%} of it lengths; "
+        f"{row.layer} layer, {row.when}: max |z| grew by 10^{row.growth:.1f}, {row.share_of_lengths:.0%} of it lengths; "
         f"|cos| of that pair {row.cosine_start:.2f} → {row.cosine:.2f}"
-        for (layer, when), row in split.iterrows()  # type: ignore[misc]
+        for row in rows_of(split.reset_index())
     ]
     return [
         f"No norm, peak learning rate {rate:g}. {model_text(runs[0])}; {recipe_text(runs[0])}. Line: median of "

@@ -118,7 +118,12 @@ def _curves(sweep: Sweep) -> pd.DataFrame:
             values = np.nanmax(run.layers["max_abs_logit"], axis=1, initial=-math.inf)
             values = np.where(np.isfinite(values), values, math.nan)
             part = pd.DataFrame({"step": run.layers.steps, "max_abs_logit": values})
-            facts = {"kind": "curve", "variant": "none", "precision": name(run.typed.precision), "lr": run.lr}
+            facts: dict[str, Any] = {
+                "kind": "curve",
+                "variant": "none",
+                "precision": name(run.typed.precision),
+                "lr": run.lr,
+            }
             found.append(part.assign(seed=run.seed, status=run.status, **facts))
     columns = ["kind", "variant", "precision", "lr", "seed", "status", "step", "max_abs_logit"]
     return pd.concat(found, ignore_index=True)[columns] if found else pd.DataFrame(columns=columns)

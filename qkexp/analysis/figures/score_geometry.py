@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from qkexp.analysis.figures.selection import DoesNotFit
+from qkexp.analysis.figures.selection import DoesNotFit, rows_of
 from qkexp.analysis.figures.style import GREY, Drawing, canvas, styled
 from qkexp.record.load import Sweep
 
@@ -76,7 +77,7 @@ def _table() -> pd.DataFrame:
     """Rows of kind curve and mark; ``error`` is |value - closed|, of a score over the score."""
     from qkexp.analysis import geometry as g  # imports torch, which other figures do without
 
-    grids = {
+    grids: dict[str, tuple[Callable[[np.ndarray], pd.DataFrame], np.ndarray]] = {
         "one_hot": (g.lengths_to_one_hot, np.geomspace(1.0, 100.0, 41)),
         "length_bound": (g.length_bound, np.geomspace(1.0, 100.0, 21)),
         "gain_bound": (g.gain_bound, np.geomspace(0.25, 8.0, 21)),
@@ -105,15 +106,15 @@ def _draw(axes: Axes, panel: Panel, rows: pd.DataFrame) -> None:
         axes.plot(part.x, part.closed, color=colour, ls=STYLES[place], label=str(name))
         seen = part.iloc[place :: 1 if len(part) < 12 else every]
         axes.plot(seen.x, seen.value, ls="", marker="o", ms=3, color=colour)
-    for row in rows[rows.kind == "mark"].itertuples():
+    for row in rows_of(rows[rows.kind == "mark"]):
         colour = COLOURS[list(curves.curve.unique()).index(row.curve)]
         axes.plot(row.x, row.value, marker="*", ms=9, color=colour, mec="white", mew=0.5, zorder=5)
-        closed = float(row.closed)  # type: ignore[arg-type]
+        closed = float(row.closed)
         text = f"{closed:.4g}" if closed >= 1e-2 else f"{closed:.1e}"
-        place, side = {"length_bound": ((-6, 4), "right"), "gain_bound": ((-6, 4), "right")}.get(
+        shift, side = {"length_bound": ((-6, 4), "right"), "gain_bound": ((-6, 4), "right")}.get(
             panel.name, ((-6, -9), "right") if row.curve == "N = 17" else ((5, 6), "left")
         )
-        axes.annotate(text, (row.x, row.value), place, textcoords="offset points", size=6.5, ha=side)  # type: ignore[arg-type]
+        axes.annotate(text, (row.x, row.value), shift, textcoords="offset points", size=6.5, ha=side)
     if "x" in panel.log:
         axes.set_xscale("log")
     if "y" in panel.log:
@@ -128,5 +129,5 @@ def _draw(axes: Axes, panel: Panel, rows: pd.DataFrame) -> None:
     axes.set_xlabel(panel.x)
     axes.set_ylabel(panel.y)
     if curves.curve.nunique() > 1:
-        places = {"one_hot": "lower left", "entropy_floor": "lower left", "cap_gradient": "lower left"}
-        axes.legend(loc=places.get(panel.name, "upper left"), fontsize=6.5, handlelength=2.2, borderaxespad=0.2)
+        low = panel.name in ("one_hot", "entropy_floor", "cap_gradient")
+        axes.legend(loc="lower left" if low else "upper left", fontsize=6.5, handlelength=2.2, borderaxespad=0.2)

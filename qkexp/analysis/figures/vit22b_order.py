@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 import itertools
 import math
 
@@ -10,7 +11,14 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from qkexp.analysis.figures.selection import DoesNotFit, at_highest_rate, constant_loss, model_text, recipe_text
+from qkexp.analysis.figures.selection import (
+    DoesNotFit,
+    at_highest_rate,
+    constant_loss,
+    model_text,
+    recipe_text,
+    rows_of,
+)
 from qkexp.analysis.figures.style import GREY, Drawing, canvas, styled
 from qkexp.analysis.measures import GRAD_START, grad_growth, onset
 from qkexp.record.load import Run, Sweep
@@ -60,22 +68,22 @@ def _table(run: Run) -> pd.DataFrame:
     """
     steps = onsets(run)
     rows = [{"kind": "onset", "link": link, "threshold": t, "step": at} for (link, t), at in steps.items()]
-    orders = []
+    orders: list[dict[str, Any]] = []
     for a, b, c in itertools.product(ATTENTION, TURN, GRADIENT):
         at = {"attention": steps["attention", a], "loss": steps["loss", b], "gradient": steps["gradient", c]}
         here = {"attention": a, "loss": b, "gradient": c}
         known = all(math.isfinite(step) for step in at.values())
         holds = float(at["attention"] < at["loss"] < at["gradient"]) if known else math.nan
         orders.append({"kind": "order", "link": PUBLISHED, **here, "holds": holds})
-    pairs = {PUBLISHED: [row["holds"] for row in orders]}
+    pairs = {PUBLISHED: [float(row["holds"]) for row in orders]}
     for one, other in PAIRS:
         both = [(steps[one, s], steps[other, t]) for s, t in itertools.product(LINKS[one], LINKS[other])]
         pairs[f"{one} < {other}"] = [float(s < t) for s, t in both if math.isfinite(s) and math.isfinite(t)]
     shares = []
     for name, held in pairs.items():
-        known = [h for h in held if not math.isnan(h)]
-        share = float(np.mean(known)) if known else math.nan
-        shares.append({"kind": "share", "link": name, "share": share, "combinations": len(known)})
+        sure = [h for h in held if not math.isnan(h)]
+        share = float(np.mean(sure)) if sure else math.nan
+        shares.append({"kind": "share", "link": name, "share": share, "combinations": len(sure)})
     columns = ["kind", "seed", "link", "threshold", "step", *LINKS, "holds", "share", "combinations"]
     return pd.DataFrame([*rows, *orders, *shares]).assign(seed=run.seed)[columns]
 
@@ -113,8 +121,8 @@ def _draw(axes: Axes, rows: pd.DataFrame, place: int) -> None:
         here = rows[(rows.kind == "onset") & (rows.link == link)]
         seen = here[here.step.notna()]
         axes.plot(seen.step, np.full(len(seen), place + offset), color=COLOURS[link], lw=0.8, zorder=2)
-        for row in seen.itertuples():  # a stricter threshold is a larger point
-            size = 2.2 + 1.1 * grid.index(row.threshold)  # type: ignore[arg-type]
+        for row in rows_of(seen):  # a stricter threshold is a larger point
+            size = 2.2 + 1.1 * grid.index(row.threshold)
             axes.plot(row.step, place + offset, "o", ms=size, color=COLOURS[link], mec="white", mew=0.4, zorder=3)
         if len(seen) < len(grid):
             text = f"{len(grid) - len(seen)} of {len(grid)} never"

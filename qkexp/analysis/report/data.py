@@ -23,7 +23,7 @@ from qkexp.analysis.figures.style import look, rank
 from qkexp.analysis.report.claims import claims
 from qkexp.analysis.report.diagnosis import diagnoses
 from qkexp.analysis.report.run import LAYERED, SCALARS, Budget, Part, describe, plain
-from qkexp.analysis.sensitivity import stability
+from qkexp.analysis.stability import stability
 from qkexp.config import keys
 from qkexp.record.files import read_json
 from qkexp.record.load import Run, Sweep, load_sweep
