@@ -47,10 +47,10 @@ def max_lr(sweep: Sweep) -> Drawing:
     norm = _draw(axes, table, found)
     bar = sheet.figure.colorbar(axes.images[0], ax=axes, location="right", aspect=30, fraction=0.04, pad=0.01)
     bar.set_label("median final validation loss, nats")
-    ticks = [t for t in (0.1, 0.2, 0.5, 1.0, 2.0, 5.0) if norm.vmin <= t <= norm.vmax]
+    ticks = [t for t in (0.1, 0.2, 0.5, 1.0, 2.0, 5.0) if (norm.vmin or 0) <= t <= (norm.vmax or 0)]
     bar.set_ticks(ticks, labels=[f"{t:g}" for t in ticks])
     bar.ax.minorticks_off()
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
     sheet.legend(_legend(), 4)
     return Drawing(sheet.figure, table)
 

@@ -134,8 +134,8 @@ def _summary(run: Run, table: pd.DataFrame, layer: int, name: str) -> list[dict[
 def _caption(runs: list[Run], rate: float, table: pd.DataFrame) -> list[str]:
     split = table[(table.kind == "split")].groupby(["layer", "when"], sort=False).median(numeric_only=True)
     said = [
-        f"{row.layer} layer, {row.when}: max |z| grew by 10^{row.growth:.1f}, {row.share_of_lengths:.0%} of it lengths; "
-        f"|cos| of that pair {row.cosine_start:.2f} → {row.cosine:.2f}"
+        f"{row.layer} layer, {row.when}: max |z| grew by 10^{row.growth:.1f}, {row.share_of_lengths:.0%} of it "
+        f"lengths; |cos| of that pair {row.cosine_start:.2f} → {row.cosine:.2f}"
         for row in rows_of(split.reset_index())
     ]
     return [

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pandas as pd
