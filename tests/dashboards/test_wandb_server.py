@@ -262,7 +262,7 @@ def test_what_is_found_later_is_added_and_nothing_sent_twice(server: Server, hom
 
 
 def test_a_server_that_is_killed_and_comes_back(server: Server, home: Home) -> None:
-    steps = 600
+    steps = 2000  # long enough to be still training when the first rows have arrived
     process = home.start(server.url, *home.command(steps))
 
     def some_rows() -> bool:
