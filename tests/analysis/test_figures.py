@@ -15,10 +15,11 @@ import pandas as pd
 import pytest
 import torch
 from matplotlib.colors import to_hex
+from matplotlib.lines import Line2D
 
-from qkexp.analysis.figures import FIGURES, draw
+from qkexp.analysis.figures import FIGURES, draw, style
 from qkexp.analysis.figures.selection import DoesNotFit, cells, keys_per_row, model_text, recipe_text
-from qkexp.analysis.figures.style import LOOKS, look
+from qkexp.analysis.figures.style import LOOKS, canvas, columns_that_fit, look
 from qkexp.analysis.figures.vit22b_panels import shown_layers, spread
 from qkexp.compose import compose_sweep, options
 from qkexp.config import UserError, to_typed
@@ -491,3 +492,17 @@ def test_a_stale_display_does_not_matter(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "vit22b_panels.png" in done.stdout
+
+
+@pytest.mark.parametrize("width", [4.0, 6.4, 10.0])
+def test_a_legend_of_every_look_fits_the_width_that_its_columns_were_chosen_for(width: float) -> None:
+    with matplotlib.rc_context(style.RC):
+        handles = [Line2D([], [], marker=k.marker, label=k.label) for k in LOOKS.values()]
+        columns = columns_that_fit(handles, width, 4)
+        rows = -(-len(handles) // columns)
+        sheet = canvas(1, 1, panel=(width, 2.0), paragraphs=["below"], legend_rows=rows)
+        sheet.legend(handles, columns)
+        sheet.figure.draw_without_rendering()
+        box = sheet.figure.legends[0].get_window_extent()
+    assert (box.x0 >= 0, box.x1 <= sheet.figure.bbox.width) == (True, True)
+    assert columns == {4.0: 1, 6.4: 3, 10.0: 4}[width]  # and no fewer than need be

@@ -21,11 +21,22 @@ from qkexp.analysis.figures.selection import (
     rows_of,
     unfinished,
 )
-from qkexp.analysis.figures.style import GREY, LEVEL_STYLE, Drawing, canvas, look, plain_log_ticks, rank, styled
+from qkexp.analysis.figures.style import (
+    GREY,
+    LEVEL_STYLE,
+    Drawing,
+    canvas,
+    columns_that_fit,
+    look,
+    plain_log_ticks,
+    rank,
+    styled,
+)
 from qkexp.analysis.sensitivity import MIN_SEEDS, stability
 from qkexp.record.load import Run, Sweep
 from qkexp.train.outcome import ROSE
 
+WIDTH = 6.4  # inches
 DODGE = 0.022  # decades between neighbouring variants: dots of one rate must not hide each other
 COLUMNS = ["kind", "variant", "lr", "seed", "val_loss", "status", "failed", "collapsed_layers", "seeds", "stable"]
 
@@ -39,16 +50,19 @@ def lr_sensitivity(sweep: Sweep) -> Drawing:
     table = _table(sweep, found)
     if table.empty:
         raise DoesNotFit("no run has ended yet")
-    sheet = canvas(1, 1, panel=(6.4, 3.9), paragraphs=_caption(sweep, table), legend_rows=_legend_rows(table))
+    variants = sorted(table.variant.dropna().unique(), key=rank)
+    handles = _legend(table, variants)
+    columns = columns_that_fit(handles, WIDTH, 3)
+    rows = -(-len(handles) // columns)
+    sheet = canvas(1, 1, panel=(WIDTH, 3.9), paragraphs=_caption(sweep, table), legend_rows=rows)
     axes = sheet.axes[0, 0]
     edge = _scales(axes, table)
-    variants = sorted(table.variant.dropna().unique(), key=rank)
     for place, variant in enumerate(variants):
         shift = 10 ** (DODGE * (place - (len(variants) - 1) / 2))
         _draw_variant(axes, table[table.variant == variant], variant, shift, edge)
     for level in rows_of(table[table.kind.isin(["chance", "limit"])]):
         axes.axhline(level.val_loss, color=GREY, lw=0.9, ls=LEVEL_STYLE if level.kind == "chance" else ":", zorder=1)
-    sheet.legend(_legend(table, variants), 3)
+    sheet.legend(handles, columns)
     return Drawing(sheet.figure, table)
 
 
@@ -168,10 +182,6 @@ def _pale(colour: str) -> tuple[float, float, float]:
 
 
 # ---------------------------------------------------------------- legend and caption
-
-
-def _legend_rows(table: pd.DataFrame) -> int:
-    return -(-(table.variant.nunique() + len(_marks(table))) // 3)
 
 
 def _legend(table: pd.DataFrame, variants: list[str]) -> list[Artist]:

@@ -24,6 +24,7 @@ from matplotlib.artist import Artist
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 DPI = 160
@@ -184,6 +185,18 @@ def canvas(
         color="#222222",
     )
     return Canvas(figure, axes, (caption + 0.05) / height)
+
+
+def columns_that_fit(handles: Sequence[Artist], width: float, most: int) -> int:
+    """The largest number of legend columns, at most ``most``, that ``width`` inches hold: entries run down columns."""
+    size = float(RC["legend.fontsize"])
+    wide = [TextPath((0, 0), str(h.get_label()), size=size).get_extents().width + 4.0 * size for h in handles]
+    for columns in range(most, 1, -1):
+        rows = -(-len(wide) // columns)
+        needed = sum(max(wide[i : i + rows]) for i in range(0, len(wide), rows)) + 1.6 * size * (columns - 1)
+        if needed <= 72 * width:
+            return columns
+    return 1
 
 
 def plain_log_ticks(axis: Axis, low: float, high: float) -> None:
