@@ -236,6 +236,8 @@ def merge(directory: Path, name: str) -> None:
 
 
 def write_table(path: Path, table: pa.Table) -> None:
+    """Write a table whole; a dictionary of measured numbers, which hardly repeat, would cost a third of the file."""
     part = path.with_name(f".{path.name}.part")
-    pq.write_table(table, part, compression="zstd")
+    repeats = [field.name for field in table.schema if not pa.types.is_floating(field.type)]
+    pq.write_table(table, part, compression="zstd", use_dictionary=repeats)
     part.replace(path)
