@@ -21,6 +21,8 @@ import yaml
 
 from qkexp.config import RunConfig, as_dict
 from qkexp.probe.frame import Frame, columns
+from qkexp.record.columns import measured, texts
+from qkexp.record.columns import rows as table_of
 from qkexp.record.files import write_json, write_text
 from qkexp.record.lock import Lock
 from qkexp.train.events import Event
@@ -110,7 +112,7 @@ class RunWriter:
         if frames:  # first: a step that stands in scalars has its attention, whenever a kill comes
             self._part("attention", frames[0].step, attention_table(frames))
         if rows:
-            self._part("scalars", rows[0]["step"], pa.Table.from_pylist(rows, schema=SCALARS))
+            self._part("scalars", rows[0]["step"], table_of(rows, SCALARS))
         self.heartbeat()  # a step that the lock tells is on disk
         return frames
 
@@ -242,13 +244,8 @@ def _before(path: Path, step: int) -> pa.Table:
 def attention_table(frames: list[Frame]) -> pa.Table:
     """Frames -> rows of attention.parquet; what was not measured is null."""
     data = columns(frames)
-    fields = {}
-    for name, values in data.items():
-        if name in ("phase", "module"):
-            fields[name] = pa.array(values).dictionary_encode()
-        else:
-            fields[name] = pa.array(values, from_pandas=True)
-    return pa.table(fields)
+    arrays = [texts(values) if isinstance(values, list) else measured(values) for values in data.values()]
+    return pa.Table.from_arrays(arrays, names=list(data))
 
 
 def merge(directory: Path, name: str) -> None:
@@ -261,6 +258,8 @@ def merge(directory: Path, name: str) -> None:
 
 
 def write_table(path: Path, table: pa.Table) -> None:
+    """Write a table whole; a dictionary of measured numbers, which hardly repeat, would cost a third of the file."""
     part = path.with_name(f".{path.name}.part")
-    pq.write_table(table, part, compression="zstd")
+    repeats = [field.name for field in table.schema if not pa.types.is_floating(field.type)]
+    pq.write_table(table, part, compression="zstd", use_dictionary=repeats)
     part.replace(path)

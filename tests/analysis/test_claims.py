@@ -245,7 +245,14 @@ def test_a_claim_about_a_figure_is_judged_on_the_rows_that_it_plots(grid: Path) 
 def test_a_number_that_a_figure_does_not_have_bears_nothing_out(grid: Path) -> None:
     sweep = load_sweep(grid)  # a median has no seed
     assert check(sweep, of_figure(where={"kind": "median"}, metric="seed", **{"is": ">= 0"})).verdict == FAIL
-    assert check(sweep, of_figure(where={"variant": "l2"})).verdict == NOT_RUN
+    assert check(sweep, of_figure(where={"variant": "l2"})).verdict == FAIL
+
+
+def test_what_a_figure_of_few_seeds_lacks_is_not_run_and_fails_nothing(tmp_path: Path) -> None:
+    make(tmp_path, "none", 0.01, 0)
+    assert check(load_sweep(tmp_path), of_figure(where={"variant": "none"})).verdict == NOT_RUN  # one rate: no figure
+    make(tmp_path, "none", 0.1, 0)
+    assert check(load_sweep(tmp_path), of_figure(where={"variant": "l2"})).verdict == NOT_RUN
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -18,7 +19,7 @@ from qkexp.compose import compose_sweep
 from qkexp.config import UserError
 from qkexp.probe.frame import Frame, Group
 from qkexp.probe.metrics import NAMES, names
-from qkexp.record.run import SCALARS, RunWriter, intact
+from qkexp.record.run import SCALARS, RunWriter, intact, write_table
 from qkexp.train.events import Event
 
 
@@ -236,3 +237,13 @@ def test_whole_tables_count_and_not_the_parts_that_a_kill_left_beside_them(tmp_p
     assert intact(tmp_path / "run") == 6
     (tmp_path / "run" / "attention.parquet").write_text("torn")
     assert intact(tmp_path / "run") == 0
+
+
+def test_numbers_are_stored_plain_and_what_repeats_as_a_dictionary(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).standard_normal(5000).astype(np.float32)
+    table = pa.table({"value": values, "layer": np.arange(5000) % 4, "module": pa.array(["a", "b"] * 2500)})
+    write_table(tmp_path / "t.parquet", table)
+    group = pq.ParquetFile(tmp_path / "t.parquet").metadata.row_group(0)
+    encoded = {group.column(i).path_in_schema: "RLE_DICTIONARY" in group.column(i).encodings for i in range(3)}
+    assert encoded == {"value": False, "layer": True, "module": True}
+    assert pq.read_table(tmp_path / "t.parquet").equals(table)
