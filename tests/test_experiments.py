@@ -28,21 +28,19 @@ TINY = ["train.batch_size=8", "tracker=none", "hydra.launcher.workers=2"]
 STEPS = {"temperature_shock": 262}  # where something happens at a step of its own
 OVERRIDES = {"critical_rate": ["attention=none", "bisect.low=1e-2", "bisect.high=2e-2", "bisect.factor=2"]}
 OPTIONS = argparse.Namespace(again=False, fail_fast=True, plan=False)
-RUNS = 6  # at most
 
 
 def few(runs: Sequence[tuple[list[str], RunConfig]]) -> list[tuple[list[str], RunConfig]]:
-    """One seed, two variants, the lowest and the highest rate: enough for every kind of figure."""
+    """One seed, two variants, the lowest, a middle and the highest rate: enough for every kind of figure."""
     seed = min(cfg.seed for _, cfg in runs)
     names = list(dict.fromkeys(variant(cfg.attention) for _, cfg in runs))[:2]
     rates = sorted({cfg.optim.lr for _, cfg in runs})
-    kept = [
+    few_rates = {rates[0], rates[len(rates) // 2], rates[-1]}
+    return [
         run
         for run in runs
-        if run[1].seed == seed and run[1].optim.lr in (rates[0], rates[-1]) and variant(run[1].attention) in names
+        if run[1].seed == seed and run[1].optim.lr in few_rates and variant(run[1].attention) in names
     ]
-    step = max(1, len(kept) // RUNS)
-    return kept[::step]
 
 
 def fashion(folder: Path) -> Path:

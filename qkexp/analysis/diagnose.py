@@ -31,6 +31,7 @@ VERDICTS = (ATTENTION, HARMLESS, OUTPUT_LOGITS, STEP_TOO_LARGE, DATA_FAULT, HEAL
 
 HIGH = 0.25  # of chance: a final loss over it may be held up by something
 DRIFTED = 5.0  # times chance, of |output logit|: what such a logit costs where it is wrong
+GREW = 4.0  # growth of |output logit| since the first step
 MOVED = 25.0  # growth of raw ‖q‖ or ‖k‖, which no norm holds back
 LARGE = 0.05  # ‖Δθ‖ / ‖θ‖ of a step
 
@@ -93,9 +94,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         OUTPUT_LOGITS,
-        f"harm, attention intact; output logits grew, and over {DRIFTED:g} times chance, while the body of the network "
-        f"stayed: raw ‖q‖ and ‖k‖ grew less than {MOVED:g}-fold",
-        lambda e: _unstable(e) and e.output > DRIFTED * e.chance and _reached(e, "out_logit") >= 1 and e.body < MOVED,
+        f"harm, attention intact; output logits grew {GREW:g}-fold since the first step, and over {DRIFTED:g} times "
+        f"chance, while the body of the network stayed: raw ‖q‖ and ‖k‖ grew less than {MOVED:g}-fold",
+        lambda e: _unstable(e) and e.output > DRIFTED * e.chance and e.drift >= GREW and e.body < MOVED,
     ),
     Rule(
         STEP_TOO_LARGE,
@@ -112,10 +113,6 @@ RULES: tuple[Rule, ...] = (
     Rule(HARMLESS, "a layer stays collapsed, and nothing is harmed", lambda e: bool(e.collapse and e.collapse.lasting)),
     Rule(HEALTHY, "no harm; to be behind another arm while attention is intact is none", lambda e: True),
 )
-
-
-def _reached(e: Evidence, link: str) -> int:
-    return e.onsets[link].reached if link in e.onsets else 0
 
 
 @dataclass(frozen=True)
@@ -263,6 +260,7 @@ def as_dict(d: Diagnosis) -> dict[str, Any]:
         "final_loss": e.final_loss, "lowest_loss": e.lowest_loss,
         "least_entropy_frac": e.least_entropy, "peak_abs_logit": e.peak_logit,
         "update_ratio": e.update, "raw_qk_growth": e.body, "out_logit_absmax": e.output,
+        "out_logit_growth": e.drift,
         "onsets": {name: _onset(o) for name, o in e.onsets.items()},
         "order": [{"first": a, "then": b} for a, b in d.order],
         "growth": e.growth,

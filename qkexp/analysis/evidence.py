@@ -58,6 +58,7 @@ class Evidence:
     jump: Jump | None = None
     update: float = math.nan  # ‖Δθ‖ / ‖θ‖ of a step: median of the 20 before the harm, or of the whole run
     output: float = math.nan  # largest |output logit| until the harm had begun, and through the healthy stretch
+    drift: float = math.nan  # its growth since the first step
     body: float = math.nan  # growth of raw ‖q‖ or ‖k‖ since the first probe, largest of layers, up to there
     growth: dict[str, Any] = field(default_factory=dict)  # of the pair that attains max |z|
     other: Run | None = None
@@ -97,7 +98,7 @@ def gather(run: Run, other: Run | None = None) -> Evidence:
         harm=harm,
         jump=find_jump(mine),
         update=_update(run, harm.early if harm else None),
-        output=float(table.out_logit_absmax[table.step <= until].max()),
+        **_output(table.out_logit_absmax[table.step <= until].to_numpy(np.float64)),
         body=_body(attention, until),
         growth=_growth(attention, found.get("logit"), base.healthy),
         other=Run(other.directory) if other is not None else None,
@@ -174,6 +175,14 @@ def _streak(steps: np.ndarray, below: np.ndarray) -> int | None:
             if rows >= COLLAPSED_STEPS or (rows >= 3 and steps[i] - steps[start] >= COLLAPSED_STEPS):
                 return int(steps[start])
     return None
+
+
+def _output(absmax: np.ndarray) -> dict[str, Any]:
+    """Since the first step: a head whose rate is far too high has drifted before the healthy stretch is over."""
+    seen = absmax[np.isfinite(absmax)]
+    if not len(seen):
+        return {}
+    return {"output": float(seen.max()), "drift": float(seen.max() / max(seen[0], np.finfo(np.float32).tiny))}
 
 
 def _body(attention: Attention, until: int) -> float:

@@ -55,7 +55,8 @@ def _sweep(directory: Path, steps: int, url: str, *keys: str) -> tuple[float, fl
     if "tracker=none" not in keys:
         _wait(directory, list(sweep.all))
     rows = [run.scalars.iloc[min(WARM, steps // 2) :] for run in sweep.all.values()]
-    return sum((r.step_seconds + r.probe_seconds.fillna(0)).mean() for r in rows) / len(rows), end
+    seconds = [float((r.step_seconds + r.probe_seconds.fillna(0)).mean()) for r in rows]
+    return sum(seconds) / len(seconds), end
 
 
 def _wait(directory: Path, names: list[str], patience: float = 60.0) -> None:

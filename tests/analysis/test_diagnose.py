@@ -162,6 +162,18 @@ def test_output_logits_that_grow_before_the_harm_with_small_steps(tmp_path: Path
     assert found.verdict == OUTPUT_LOGITS
 
 
+def test_output_logits_that_drift_within_the_healthy_stretch_are_seen_against_the_first_step(tmp_path: Path) -> None:
+    at_once = growing(0, 5, 300.0, 0.5)
+    found = diagnose(make(tmp_path, loss=np.full(STEPS, 3 * CHANCE), output=at_once, update=0.2))
+    assert found.verdict == OUTPUT_LOGITS
+    assert found.evidence.drift == pytest.approx(600)
+
+
+def test_output_logits_that_were_large_from_the_first_step_on_have_not_drifted(tmp_path: Path) -> None:
+    found = diagnose(make(tmp_path, loss=np.full(STEPS, 3 * CHANCE), output=np.full(STEPS, 300.0), update=0.2))
+    assert found.verdict == STEP_TOO_LARGE
+
+
 def test_large_steps_without_collapse(tmp_path: Path) -> None:
     found = diagnose(make(tmp_path, loss=BROKEN["loss"], update=0.3))
     assert found.verdict == STEP_TOO_LARGE

@@ -65,7 +65,7 @@ class Reader:
         begun = [name for name in planned if (self.directory / name / "config.yaml").is_file()]
         sweep = load_sweep(self.directory) if begun or not planned else Sweep(self.directory, {})
         states = {s.name: s for s in sweep_states(self.directory)}
-        count = max(len(planned), len(sweep.all))
+        count = max(len(planned), len(sweep.all), 1)
         budget = Budget(LAYER_BYTES // count, HEAD_BYTES // count)
         diagnosed = diagnoses(self.directory, list(sweep.all))
         parts = []
