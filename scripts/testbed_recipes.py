@@ -253,8 +253,8 @@ def again(recipe: Recipe) -> Recipe:
     return replace(recipe, runs={**recipe.runs, "seed": seeds})
 
 
-# The first measurement missed output logits that drifted within the healthy stretch, and two kinds of healthy run seldom
-# came about. The rule was mended; this measures it on seeds of its own, with other rates for what was mended.
+# The first measurement missed output logits that drifted within the healthy stretch, and two kinds of healthy run came
+# about seldom. The rule was mended; this measures it on seeds of its own, with other rates for what was mended.
 REMADE = ("output-logit drift", "healthy dips", "healthy sharp attention")
 LONG = {"train.steps": 400, "optim.warmup": 40, "train.clip_norm": 1.0}
 

@@ -43,7 +43,7 @@ def anatomy(sweep: Sweep) -> Drawing:
     for number, (width, rate) in enumerate(kinds):
         rows = table[(table.head_width == width) & (table.lr == rate)]
         panel_row(sheet.axes[number], rows, arms, panels, f"heads of {width} channels, rate {rate:g}")
-    sheet.legend(marks(), 3)
+    sheet.legend(marks(table, panels), 4)
     return Drawing(sheet.figure, table)
 
 

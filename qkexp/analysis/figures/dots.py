@@ -34,6 +34,7 @@ class Panel:
     log: bool = True
     level: float | None = None
     limits: tuple[float, float] | None = None  # of the axis, where values have natural ones
+    share: bool = False  # percentages: the axis begins at 0 and reaches 1 at least
     blank: bool = False  # a run without a number has none to have, and nothing is drawn
 
 
@@ -89,7 +90,7 @@ def panel_row(row: np.ndarray, table: pd.DataFrame, arms: Sequence[Arm], panels:
             for run in rows_of(rows[rows.kind == "run"]):
                 value = getattr(run, panel.column)
                 if math.isfinite(value):
-                    axes.plot(value, y, ls="", marker=".", ms=6, color=here.colour, mec="none", alpha=0.7, zorder=3)
+                    axes.plot(value, y, ls="", zorder=3, **_dot(here.colour, run.status == "diverged"))
                 elif not panel.blank:
                     axes.plot(edge, y, ls="", marker="x", ms=4.5, mew=1.3, color=here.colour, zorder=3, clip_on=False)
             for middle in rows_of(rows[rows.kind == "median"]):
@@ -107,14 +108,25 @@ def panel_row(row: np.ndarray, table: pd.DataFrame, arms: Sequence[Arm], panels:
     first.set_ylabel(side, fontweight="bold")
 
 
-def marks() -> list[Artist]:
-    """Legend entries."""
-    grey = "#444444"
-    return [
-        Line2D([], [], ls="", marker=".", ms=6, color=grey, label="one run"),
+def marks(table: pd.DataFrame, panels: Sequence[Panel]) -> list[Artist]:
+    """Legend entries of the marks that occur."""
+    grey, runs = "#444444", table[table.kind == "run"]
+    found = [
+        Line2D([], [], ls="", **_dot(grey, diverged=False), label="one run"),
         Line2D([], [], ls="", marker="|", ms=10, mew=1.8, color=grey, label="median over seeds"),
-        Line2D([], [], ls="", marker="x", ms=4.5, mew=1.3, color=grey, label="no number (ended early, not finite)"),
     ]
+    if (runs.status == "diverged").any():
+        found.insert(1, Line2D([], [], ls="", **_dot(grey, diverged=True), label="one that diverged"))
+    if not np.isfinite(runs[[p.column for p in panels if not p.blank]].to_numpy(float)).all():
+        label = "no number (ended early, not finite)"
+        found.append(Line2D([], [], ls="", marker="x", ms=4.5, mew=1.3, color=grey, label=label))
+    return found
+
+
+def _dot(colour: str, diverged: bool) -> dict[str, Any]:
+    if diverged:
+        return {"marker": "o", "ms": 3.4, "mfc": "white", "mec": colour, "mew": 1.0}
+    return {"marker": ".", "ms": 6, "mfc": colour, "mec": "none", "alpha": 0.7}
 
 
 def _heights(arms: Sequence[Arm]) -> dict[str, float]:
@@ -141,10 +153,12 @@ def _scale(axes: Axes, values: pd.Series, panel: Panel) -> tuple[float, float]:
             axes.xaxis.set_major_locator(MaxNLocator(4))
             axes.xaxis.set_minor_locator(NullLocator())
     else:
+        low, high = (0.0, max(high, 1.0)) if panel.share else (low, high)
         spread = max(high - low, 0.1)
         low, high = low - 0.06 * spread, high + 0.06 * spread
         edge = high + STRIP / 2 * (high - low)
         axes.set_xlim(low, high + STRIP * (high - low))
+        axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     if not panel.blank and not np.isfinite(values).all():
         axes.axvspan(high, axes.get_xlim()[1], color="#EEEEEE", lw=0, zorder=0)
     return low, edge

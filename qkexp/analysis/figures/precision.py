@@ -47,7 +47,7 @@ def precision(sweep: Sweep) -> Drawing:
     for number, rate in enumerate(rates):
         panel_row(sheet.axes[number, :-1], table[table.lr == rate], arms, panels, f"rate {rate:g}")
         _draw_curves(sheet.axes[number, -1], curves[curves.lr == rate])
-    sheet.legend([*marks(), *_styles(table)], 4)
+    sheet.legend([*marks(table, panels), *_styles(table)], 4)
     return Drawing(sheet.figure, pd.concat([table, curves], ignore_index=True))
 
 

@@ -32,8 +32,8 @@ def spikes(sweep: Sweep) -> Drawing:
     if table.arm.nunique() < 2:
         raise DoesNotFit("needs runs that differ in norm, precision or clipping")
     panels = [
-        Panel("loss_score", "loss: spike score", "% of steps", log=False),
-        Panel("grad_score", "gradient norm: spike score", "% of steps", log=False),
+        Panel("loss_score", "loss: spike score", "% of steps", log=False, share=True),
+        Panel("grad_score", "gradient norm: spike score", "% of steps", log=False, share=True),
         Panel(
             "lag",
             "loss spike after gradient spike",
@@ -51,7 +51,7 @@ def spikes(sweep: Sweep) -> Drawing:
     sheet = canvas(len(rates), len(panels), panel=(2.6, height), paragraphs=_caption(sweep), legend_rows=1)
     for number, rate in enumerate(rates):
         panel_row(sheet.axes[number], table[table.lr == rate], arms, panels, f"rate {rate:g}")
-    sheet.legend(marks(), 3)
+    sheet.legend(marks(table, panels), 4)
     return Drawing(sheet.figure, table)
 
 

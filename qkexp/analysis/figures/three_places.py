@@ -48,7 +48,7 @@ def three_places(sweep: Sweep) -> Drawing:
     )
     for number, rate in enumerate(rates):
         panel_row(sheet.axes[number], table[table.lr == rate], arms, panels, f"rate {rate:g}")
-    sheet.legend(marks(), 3)
+    sheet.legend(marks(table, panels), 4)
     return Drawing(sheet.figure, table)
 
 
