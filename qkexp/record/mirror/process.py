@@ -73,7 +73,8 @@ class Mirror:
         else:
             tail = f"see {self.directory / 'mirror.log'}; later"
         left = sum((read_json(self.directory / name / "mirror.json") or {}).get("status") is None for name in begun)
-        return f"W&B: {left} of {len(begun)} runs not copied yet; {tail}: qkexp sync {self.directory}"
+        what = f"{left} of {len(begun)} runs" if left else "the sweep's own tables and figures are"
+        return f"W&B: {what} not copied yet; {tail}: qkexp sync {self.directory}"
 
 
 def start(directory: Path, names: Sequence[str], project: str, mode: str, group: str, *, sweep: bool = False) -> Mirror:
