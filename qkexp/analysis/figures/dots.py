@@ -111,7 +111,7 @@ def panel_row(row: np.ndarray, table: pd.DataFrame, arms: Sequence[Arm], panels:
 def marks(table: pd.DataFrame, panels: Sequence[Panel]) -> list[Artist]:
     """Legend entries of the marks that occur."""
     grey, runs = "#444444", table[table.kind == "run"]
-    found = [
+    found: list[Artist] = [
         Line2D([], [], ls="", **_dot(grey, diverged=False), label="one run"),
         Line2D([], [], ls="", marker="|", ms=10, mew=1.8, color=grey, label="median over seeds"),
     ]
