@@ -78,6 +78,7 @@ OPTIONAL = {
     "source",
     "figure",
 }
+MOST_TOLD = 4  # columns that name a row
 KEYS = REQUIRED | OPTIONAL | {"at_this_size"}
 
 
@@ -162,9 +163,14 @@ def _check_figure(sweep: Sweep, spec: dict[str, Any], compare: Callable, bound: 
     values = [math.nan if pd.isna(value) else value for value in rows[column].tolist()]
     if reduce != "every":
         return _judge(spec, [(name, TABLE_REDUCTIONS[reduce](values))], compare, bound)
-    return _judge(
-        spec, [(f"row {row} of {name}", v) for row, v in zip(rows.index, values, strict=True)], compare, bound
-    )
+    return _judge(spec, list(zip(_row_names(rows, column), values, strict=True)), compare, bound)
+
+
+def _row_names(rows: pd.DataFrame, column: str) -> list[str]:
+    """What tells the rows of a figure's table apart, in words; empty for an only one."""
+    told = [c for c in rows.columns if c != column and (c == "lr" or not pd.api.types.is_float_dtype(rows[c]))]
+    told = [c for c in told if rows[c].nunique(dropna=False) > 1][:MOST_TOLD]
+    return [", ".join(f"{c}={row[c]}" for c in told) for _, row in rows.iterrows()]
 
 
 def _figure_table(sweep: Sweep, name: str) -> pd.DataFrame:
@@ -198,7 +204,9 @@ def _judge(spec: dict[str, Any], values: list[tuple[str, Any]], compare: Callabl
     verdict = FAIL if bad else PASS
     if spec.get("at_this_size") == "not_shown":
         verdict = NOT_SHOWN
-    detail = f"{len(bad)} of {len(known)} do not: {', '.join(n for n, _ in bad)}" if bad else f"nearest: {name}"
+    named = ", ".join(n for n, _ in bad if n) if bad else name
+    detail = f"{len(bad)} of {len(known)} do not" if bad else "nearest" if named else ""
+    detail += f": {named}" if named else ""
     return Result(spec["claim"], value, spec["is"], verdict, len(known), detail)
 
 

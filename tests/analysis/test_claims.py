@@ -242,6 +242,15 @@ def test_a_claim_about_a_figure_is_judged_on_the_rows_that_it_plots(grid: Path) 
     )
 
 
+def test_rows_of_a_figure_are_named_by_what_tells_them_apart(grid: Path) -> None:
+    sweep = load_sweep(grid)
+    found = check(sweep, of_figure(where={"kind": "run", "variant": "none", "lr": 0.01}, **{"is": "< 0"}))
+    assert found.detail == "3 of 3 do not: seed=0, seed=1, seed=2"
+    one = of_figure(where={"kind": "median", "variant": "none", "lr": 0.01})
+    assert check(sweep, one | {"is": "< 0"}).detail == "1 of 1 do not"
+    assert check(sweep, one | {"is": "> 0"}).detail == ""
+
+
 def test_a_number_that_a_figure_does_not_have_bears_nothing_out(grid: Path) -> None:
     sweep = load_sweep(grid)  # a median has no seed
     assert check(sweep, of_figure(where={"kind": "median"}, metric="seed", **{"is": ">= 0"})).verdict == FAIL
