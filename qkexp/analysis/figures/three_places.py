@@ -12,11 +12,11 @@ from qkexp.record.load import Run, Sweep
 
 KEY = "model.block_norm"
 PLACES = {
-    "pre": "before",
-    "post": "after the sum",
-    "res_post": "after the branch",
-    "none": "none",
-    "parallel": "parallel",
+    "pre": "block norm before",
+    "post": "block norm after the sum",
+    "res_post": "block norm after the branch",
+    "none": "no block norm",
+    "parallel": "block norm parallel",
 }
 METRICS = {
     "residual": "block_out_rms",
@@ -63,7 +63,7 @@ def _table(sweep: Sweep) -> pd.DataFrame:
         raise DoesNotFit(f"runs differ in {', '.join(other)} as well")
     table = table.drop(columns=KEY, errors="ignore")
     table["arm"] = [
-        f"block norm {PLACES[b]}, {look(v).label}" for b, v in zip(table.block_norm, table.variant, strict=True)
+        f"{PLACES[b]}, {look(v).label}" for b, v in zip(table.block_norm, table.variant, strict=True)
     ]
     return medians(table, ["variant", "block_norm", "arm", "lr"], [*METRICS, "val_loss"])
 
