@@ -31,7 +31,7 @@ from qkexp.record.mirror.facts import FINISHED
 
 SMALL = ["model.width=16", "model.depth=2", "model.heads=2", "train.batch_size=16", "optim.warmup=5"]
 EXIT_SECONDS = 5.0  # from the end of the last run to the end of the process
-ENOUGH = 90.0
+ENOUGH = 300.0  # seconds until a process counts as stuck: a crowded machine is slow
 
 
 @pytest.fixture(scope="module")
