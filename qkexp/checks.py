@@ -89,15 +89,18 @@ def check_value(k: Key, value: Any) -> None:
 
 def _check_combinations(cfg: RunConfig) -> None:
     a, p, o, d = cfg.attention, cfg.probe, cfg.optim, cfg.data
-    if a.norm == "none":
+    if a.norm in ("none", "center"):
         for name, neutral in (("center", False), ("axis", "head"), ("gain", "none"), ("bias", False)):
             if getattr(a, name) != neutral:
                 raise ConfigError(
-                    f"attention.{name}", getattr(a, name), f"{neutral} while attention.norm=none (there is no norm)"
+                    f"attention.{name}", getattr(a, name), f"{neutral} while attention.norm={a.norm} (there is no norm)"
                 )
     if a.gain == "none" and a.gain_offset:
         raise ConfigError("attention.gain_offset", a.gain_offset, "0 while attention.gain=none (there is no gain)")
+    if a.gain == "none" and o.gain_decay:
+        raise ConfigError("optim.gain_decay", o.gain_decay, "0 while attention.gain=none (there is no gain)")
     _check_scale(a)
+    _check_temperature(a, cfg.train.steps)
     if a.backend == "sdpa" and a.softcap is not None:
         raise ConfigError("attention.backend", a.backend, "auto | explicit | flex while attention.softcap is set")
     if a.backend == "sdpa" and a.score_dtype != "compute":
@@ -157,6 +160,28 @@ def _check_scale(a: AttentionConfig) -> None:
         accepted_scales = " | ".join(("one", "fixed", *LEARNED_SCALES))
         raise ConfigError(
             "attention.scale", a.scale, f"{accepted_scales} while attention.norm=l2 (cosines over sqrt(d) stay uniform)"
+        )
+
+
+def _check_temperature(a: AttentionConfig, steps: int) -> None:
+    if a.temperature == 1.0:
+        for name, neutral in (("temperature_from", 0), ("temperature_until", None)):
+            if getattr(a, name) != neutral:
+                raise ConfigError(
+                    f"attention.{name}",
+                    getattr(a, name),
+                    f"{'null' if neutral is None else 0} while attention.temperature=1 (nothing changes)",
+                )
+        return
+    if a.scale_max is not None:
+        raise ConfigError("attention.temperature", a.temperature, "1 while attention.scale_max bounds the scale")
+    if a.temperature_from >= steps:
+        raise ConfigError("attention.temperature_from", a.temperature_from, f"a step below train.steps={steps}")
+    if a.temperature_until is not None and a.temperature_until <= a.temperature_from:
+        raise ConfigError(
+            "attention.temperature_until",
+            a.temperature_until,
+            f"a step above attention.temperature_from={a.temperature_from}, or null",
         )
 
 

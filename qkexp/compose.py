@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -61,6 +61,7 @@ class Sweep:
     figures: list[str] | None
     rates: list[float] | None  # of a search for the critical rate; the runs are then those it may come to ask for
     runs: list[tuple[list[str], RunConfig]]
+    optional_data: bool = False  # without its data set there is nothing to reproduce, and nothing wrong
 
     @property
     def directory(self) -> Path:
@@ -104,7 +105,47 @@ def compose_sweep(overrides: Sequence[str], *, single: bool = False) -> Sweep:
         figures=list(first.figures) if first.figures is not None else None,
         rates=rates,
         runs=runs,
+        optional_data=first.optional_data and not any(o.key_or_group.split(".")[0] == "data" for o in parsed),
     )
+
+
+def compose_changes(base: RunConfig, overrides: Sequence[str]) -> list[tuple[list[str], RunConfig]]:
+    """Overrides (Hydra's multirun syntax) on the configuration of a run -> checked configurations.
+
+    A group's file changes the keys that it sets, and no other.
+
+    Raises:
+        UserError: an override that is not understood, a key outside the schema, a refused value.
+    """
+    found = []
+    with _hydra():
+        _parse(overrides)
+        for task in _expand(overrides):
+            cfg = OmegaConf.structured(base)
+            try:
+                for override in _parse(task):
+                    name, value = override.key_or_group, cast(Any, override.value())
+                    if name in {k.name.split(".")[0] for k in keys() if "." in k.name}:
+                        value = _group_file(name, str(value))
+                    elif name not in _run_keys():
+                        raise UserError(f"{override.input_line}: {name} is not a key of a run that exists")
+                    OmegaConf.update(cfg, name, value, merge=True)
+                found.append((list(task), _finished(OmegaConf.to_object(cfg))))
+            except OmegaConfBaseException as error:
+                raise _explain(error, _parse(task)) from None
+    return found
+
+
+def _group_file(group: str, name: str) -> DictConfig:
+    """What a file of a group sets, with the files that it builds on."""
+    if name not in options(group):
+        raise ConfigError(group, name, " | ".join(options(group)))
+    own = OmegaConf.load(config_dir() / group / f"{name}.yaml")
+    assert isinstance(own, DictConfig)
+    below = [_group_file(group, other) for other in own.pop("defaults", []) if other != "_self_"]
+    merged = OmegaConf.merge(*below, own)
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 # ---------------------------------------------------------------- which runs
@@ -123,7 +164,8 @@ def _grids(
         axes["optim.lr"] = ",".join(f"{rate:.4g}" for rate in rates)
     entries: Any = [{}] if first.runs is None else first.runs
     entries = OmegaConf.to_container(entries) if OmegaConf.is_config(entries) else entries
-    if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in entries):
+    none = entries == [] and "runs" not in given  # an experiment that calculates, and trains nothing
+    if not none and not (isinstance(entries, list) and entries and all(isinstance(e, dict) for e in entries)):
         raise ConfigError("runs", entries, "a list of {KEY: VALUES}, or null")
     for entry in entries:
         own = {**{k: v for k, v in axes.items() if k not in entry}, **entry}
@@ -187,6 +229,8 @@ def _check_key(override: Override, text: str) -> None:
     name = override.key_or_group
     if override.is_add() or override.is_force_add() or override.is_delete():
         raise UserError(f"{text}: keys can be changed, not added or deleted{_near(name)}")
+    if name.startswith("branch."):
+        raise UserError(f"{text}: `qkexp branch RUN --at STEP` sets {name}")
     if name in _groups() or name in _leaf_keys() or name.startswith("hydra.launcher."):
         return  # a launcher has keys of its own; composing refuses those that it does not have
     raise UserError(f"{name}: no such key (given: {text}){_near(name)}")

@@ -53,6 +53,10 @@ class ConfigError(UserError):
         self.key, self.value, self.accepted = key, value, accepted
 
 
+class DataMissing(ConfigError):
+    """A data set is not on disk, and may not be fetched."""
+
+
 def key(
     default: Any,
     doc: str,
@@ -110,7 +114,11 @@ class ModelConfig:
 
 @dataclass
 class AttentionConfig:
-    norm: str = key("none", "Norm of q and k.", choices=("none", "rms", "l2"))
+    norm: str = key(
+        "none",
+        "Norm of q and k. center: no norm, only their mean is subtracted.",
+        choices=("none", "rms", "l2", "center"),
+    )
     center: bool = key(False, "Subtract the mean before the norm (rms + center = LayerNorm).")
     axis: str = key("head", "Normalise over a head's channels, or over all heads together.", choices=("head", "all"))
     gain: str = key(
@@ -161,6 +169,11 @@ class AttentionConfig:
     backend: str = key(
         "auto", "Kernel; auto follows the fixed table.", identity=False, choices=("auto", "explicit", "sdpa", "flex")
     )
+    temperature: float = key(
+        1.0, "The score is divided by it, in the steps that the next two keys name.", above=0.0, below=3e38
+    )
+    temperature_from: int = key(0, "The first step with attention.temperature.", low=0)
+    temperature_until: int | None = key(None, "The first step without it again; null = to the end.", low=1)
 
 
 @dataclass
@@ -226,6 +239,16 @@ class OptimConfig:
     qk_lr_scale: float = key(
         1.0, "Factor on the updates of the Q and K projections; 0 freezes them.", low=0.0, below=3e38
     )
+    gain_decay: float = key(
+        0.0,
+        "Decay of the QK norms' gains, as weight_decay acts on matrices: towards 0, or with attention.gain_offset=1 "
+        "towards a gain of 1.",
+        low=0.0,
+        below=3e38,
+    )
+    head_lr_scale: float = key(
+        1.0, "Factor on the updates of the classifier, for controls: its logits alone drift.", low=0.0, below=3e38
+    )
 
 
 @dataclass
@@ -281,6 +304,12 @@ class TrackerConfig:
 
 
 @dataclass
+class BranchConfig:
+    parent: str | None = key(None, "Identity of the run that this one goes on from; `qkexp branch` sets it.")
+    step: int | None = key(None, "Steps that it has from its parent; `qkexp branch` sets it.", low=1)
+
+
+@dataclass
 class RunConfig:
     """The root of the schema: one run."""
 
@@ -298,6 +327,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    branch: BranchConfig = field(default_factory=BranchConfig)
 
 
 @dataclass
@@ -332,11 +362,17 @@ class ExperimentConfig(RunConfig):
     """What an experiment file may say beyond a run: more than one grid, a search, its claims and its figures."""
 
     runs: Any = key(
-        None, "Grids beside one another: a list of {KEY: VALUES}, each crossed with the axes.", identity=False
+        None,
+        "Grids beside one another: a list of {KEY: VALUES}, each crossed with the axes; [] in an experiment's file: "
+        "it trains nothing.",
+        identity=False,
     )
     bisect: BisectConfig = field(default_factory=BisectConfig)
 
     expect: Any = key(None, "Claims that `qkexp verify` checks.", identity=False)
+    optional_data: bool = key(
+        False, "Without its data set `qkexp reproduce` says so in one line and exits with 0.", identity=False
+    )
     figures: Any = key(None, "Figures that `qkexp figures` draws; null = all that fit the runs.", identity=False)
 
 

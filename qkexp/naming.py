@@ -10,6 +10,7 @@ from qkexp.config import AttentionConfig, RunConfig, identity
 # keys that make a variant's name, with what each base name stands for
 _BASES: dict[tuple[str, bool], tuple[str, dict[str, Any]]] = {
     ("none", False): ("none", {}),
+    ("center", False): ("none_centred", {}),
     ("rms", True): ("layernorm", {"gain": "shared"}),
     ("rms", False): ("rmsnorm", {"gain": "shared"}),
     ("l2", False): ("l2", {"scale": "learned"}),
@@ -42,3 +43,8 @@ def run_name(cfg: RunConfig, mark: str | None = None) -> str:
     """Directory name of a run: variant, rate, seed and the first six digits of its identity (``mark``, if known)."""
     rate = f"{cfg.optim.lr:.0e}" if float(f"{cfg.optim.lr:.0e}") == cfg.optim.lr else f"{cfg.optim.lr:.3e}"
     return f"{variant(cfg.attention)}-lr{slug(rate)}-seed{cfg.seed}-{(mark or identity(cfg))[:6]}"
+
+
+def branch_name(arm: str, cfg: RunConfig) -> str:
+    """Directory name of a branch: what it changes, the step it begins at, and the first six digits of its identity."""
+    return f"{arm}-at{cfg.branch.step}-{identity(cfg)[:6]}"

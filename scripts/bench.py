@@ -8,8 +8,8 @@
 
 Sections: ``step`` (against timm's own attention), ``probe`` (what telemetry costs), ``rate`` (against the
 machine's matrix products), ``train`` (what choices of the loop cost), ``variants`` (what each attention preset costs),
-``sweep`` (a stored sweep against its ideal wall time). Targets are printed next to the figures and never change the
-exit code.
+``sweep`` (a stored sweep against its ideal wall time), ``figures`` and ``report`` (of large stored sweeps),
+``mirror`` (what copying to W&B costs training). Targets are printed next to the figures and never change the exit code.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from typing import Any
 
 import timm
 import torch
+from benchmarks.figures import figure_figures
+from benchmarks.mirroring import mirror_figures
+from benchmarks.report import report_figures
 from benchmarks.resuming import resume_figures
 from benchmarks.sections import probe_figures, rate_figures, step_figures, sweep_figures
 from benchmarks.timing import Figure
@@ -55,6 +58,13 @@ MEANING = {
     "sweep": "sweep: seconds from the command to the start of the last five runs of 1,000, the others done; wall time "
     "of a stored sweep / (the sum of its runs' steps, probes and evaluations / workers), and what a run took beyond "
     "them.",
+    "figures": "figures: from an empty process to the last file of every figure that fits a stored sweep of 5 "
+    "variants, 4 rates and 50 seeds, 1,000 steps, 12 layers, 12 heads; and the most memory that it takes.",
+    "report": "report: from an empty process to the file of a stored sweep of 100 runs, 1,000 steps, 12 layers and 12 "
+    "heads, whose values are noise; the most memory that it takes; the size of the file.",
+    "mirror": "mirror: time of a step (statistics included) of micro runs, one on each core, with a mirror to W&B "
+    "beside them / without, whole sweeps in turns, median of pairs; online means a server on this machine that takes "
+    "everything and keeps nothing. Then seconds from the end of the last run to the end of the sweep's process.",
 }
 
 
@@ -68,6 +78,12 @@ def measure(
             yield from of_sizes[section](names, effort, device)
         elif section == "train":
             yield from train_figures(effort, device)
+        elif section == "figures":
+            yield from figure_figures(effort.quick)
+        elif section == "report":
+            yield from report_figures(effort.quick)
+        elif section == "mirror":
+            yield from mirror_figures(effort.quick)
         else:
             yield from resume_figures(effort.quick)
             yield from sweep_figures(sweep) if sweep is not None else ()

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from qkexp.checks import check
-from qkexp.compose import compose_sweep, options
+from qkexp.compose import compose_changes, compose_sweep, options
 from qkexp.config import ConfigError, RunConfig, UserError, as_dict, identity, identity_keys, keys, to_typed
 from qkexp.naming import run_name, variant
 
@@ -214,3 +214,20 @@ def test_paths_are_absolute_from_the_launch_directory(tmp_path, monkeypatch) -> 
     monkeypatch.chdir(tmp_path)
     assert compose_sweep(["output_dir=here"], single=True).directory == tmp_path / "here" / "single"
     assert one("data.root=here").data.root == str(tmp_path / "here")
+
+
+def test_changes_to_a_run_set_what_they_name_and_nothing_else() -> None:
+    base = one("attention=layernorm_softcap", "attention.init=match", "optim.lr=0.5")
+    (texts, found), *others = compose_changes(base, ["attention=rmsnorm", "optim.warmup=3,4"])
+    assert texts == ["attention=rmsnorm", "optim.warmup=3"]
+    assert [cfg.optim.warmup for _, cfg in [([], found), *others]] == [3, 4]
+    assert (found.attention.norm, found.attention.center, found.attention.softcap) == ("rms", False, None)
+    assert (found.attention.init, found.optim.lr) == ("match", 0.5), "no file named them"
+    assert compose_changes(base, ["attention=rmsnorm_softcap"])[0][1].attention.softcap == 50.0, "and what it builds on"
+    assert base.attention.center, "the run's own is not touched"
+
+
+@pytest.mark.parametrize("override", ["experiment=lr_grid", "nosuch=1", "attention=nosuch", "optim.lr=x", "+a=1"])
+def test_changes_to_a_run_that_are_not_understood_are_refused(override: str) -> None:
+    with pytest.raises(UserError):
+        compose_changes(one(), [override])

@@ -5,9 +5,10 @@ A claim is a mapping in the experiment's ``expect.claims``:
     claim     what it says, in words
     where     which runs: variant (a name, a list, or qk_norm), and dotted configuration keys
     metric    what is measured (qkexp.analysis.measures), with layer, reduce, over, or above/before/after
-    seeds     every (default: each run must satisfy it) or median (over the seeds of a variant and rate)
-    than      with median: divided by the largest median of these variants at the same rate
-    minus     with median: ``best`` subtracts the smallest median of all variants at the same rate
+    seeds     every (default: each run must satisfy it) or median (over the seeds of a cell: a variant and rate, and
+              whatever else varies in the sweep, such as the size; qkexp.analysis.cells)
+    than      with median: divided by the largest median of these variants at the same rate and other keys
+    minus     with median: ``best`` subtracts the smallest median of all variants there
     is        comparison and bound: "< 1.3", ">= 2", "== diverged"
     source    where the claim comes from
 
@@ -23,6 +24,7 @@ the small version does not bear a claim out in every run: it is measured and pri
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import re
@@ -36,9 +38,10 @@ import pandas as pd
 import yaml
 from rich.table import Table
 
+from qkexp.analysis.cells import Cell, group
 from qkexp.analysis.figures import FIGURES, DoesNotFit
 from qkexp.analysis.measures import measure
-from qkexp.analysis.sensitivity import MIN_SEEDS, TOO_FEW, stability
+from qkexp.analysis.stability import MIN_SEEDS, TOO_FEW, verdict_rows
 from qkexp.config import UserError, flatten
 from qkexp.record.load import Run, Sweep, load_sweep
 from qkexp.record.run import write_json
@@ -75,6 +78,7 @@ OPTIONAL = {
     "source",
     "figure",
 }
+MOST_TOLD = 4  # columns that name a row
 KEYS = REQUIRED | OPTIONAL | {"at_this_size"}
 
 
@@ -145,7 +149,7 @@ def _check_figure(sweep: Sweep, spec: dict[str, Any], compare: Callable, bound: 
     if reduce not in ("every", *TABLE_REDUCTIONS):
         raise UserError(f"{said}: reduce: {reduce!r} is none; accepted: every, {', '.join(TABLE_REDUCTIONS)}")
     try:
-        rows = FIGURES[name](sweep).table
+        rows = _figure_table(sweep, name)
     except DoesNotFit as reason:
         return _not_there(sweep, spec, f"figure {name}: {reason}")
     where = spec.get("where", {})
@@ -159,9 +163,21 @@ def _check_figure(sweep: Sweep, spec: dict[str, Any], compare: Callable, bound: 
     values = [math.nan if pd.isna(value) else value for value in rows[column].tolist()]
     if reduce != "every":
         return _judge(spec, [(name, TABLE_REDUCTIONS[reduce](values))], compare, bound)
-    return _judge(
-        spec, [(f"row {row} of {name}", v) for row, v in zip(rows.index, values, strict=True)], compare, bound
-    )
+    return _judge(spec, list(zip(_row_names(rows, column), values, strict=True)), compare, bound)
+
+
+def _row_names(rows: pd.DataFrame, column: str) -> list[str]:
+    """What tells the rows of a figure's table apart, in words; empty for an only one."""
+    told = [c for c in rows.columns if c != column and (c == "lr" or not pd.api.types.is_float_dtype(rows[c]))]
+    told = [c for c in told if rows[c].nunique(dropna=False) > 1][:MOST_TOLD]
+    return [", ".join(f"{c}={row[c]}" for c in told) for _, row in rows.iterrows()]
+
+
+def _figure_table(sweep: Sweep, name: str) -> pd.DataFrame:
+    """What a figure plots; many claims about one draw it once."""
+    if name not in sweep.tables:
+        sweep.tables[name] = FIGURES[name](sweep).table
+    return sweep.tables[name]
 
 
 def _not_there(sweep: Sweep, spec: dict[str, Any], why: str) -> Result:
@@ -188,7 +204,9 @@ def _judge(spec: dict[str, Any], values: list[tuple[str, Any]], compare: Callabl
     verdict = FAIL if bad else PASS
     if spec.get("at_this_size") == "not_shown":
         verdict = NOT_SHOWN
-    detail = f"{len(bad)} of {len(known)} do not: {', '.join(n for n, _ in bad)}" if bad else f"nearest: {name}"
+    named = ", ".join(n for n, _ in bad if n) if bad else name
+    detail = f"{len(bad)} of {len(known)} do not" if bad else "nearest" if named else ""
+    detail += f": {named}" if named else ""
     return Result(spec["claim"], value, spec["is"], verdict, len(known), detail)
 
 
@@ -199,31 +217,32 @@ def _holds(compare: Callable, value: Any, bound: Any) -> bool:
 
 
 def _grouped(sweep: Sweep, runs: Sequence[Run], spec: dict[str, Any]) -> list[tuple[str, Any]]:
-    """(variant at rate, value) for each variant and rate among the runs; None below 3 seeds."""
-    kinds = sorted({(run.variant, run.lr) for run in runs})
+    """(cell, value) for each cell among the runs (:mod:`qkexp.analysis.cells`); None below 3 seeds."""
+    names = {run.name for run in runs}
+    cells = group(sweep)
+    kinds = [cell for cell, members in cells.items() if names & {run.name for run in members}]
     if spec["metric"] == "stable":
-        table = stability(sweep).set_index(["variant", "lr"]).stable
-        return [(f"{v} at {lr:g}", table.get((v, lr))) for v, lr in kinds]
-    medians = _medians(sweep.all.values(), spec)
+        said = verdict_rows(sweep)
+        return [(str(cell), said[cell]["stable"] if cell in said else None) for cell in kinds]
+    medians = _medians(cells, spec)
     out: list[tuple[str, Any]] = []
-    for variant, lr in kinds:
-        value, seeds = medians[variant, lr]
-        others = [m for (v, rate), (m, _) in medians.items() if rate == lr and v != variant]
+    for cell in kinds:
+        value, seeds = medians.get(cell, (math.nan, 0))
+        peers = {c.variant: m for c, (m, _) in medians.items() if (c.lr, c.others) == (cell.lr, cell.others)}
+        others = [m for name, m in peers.items() if name != cell.variant]
         if "than" in spec:
-            others = [m for (v, rate), (m, _) in medians.items() if rate == lr and _is_variant(v, spec["than"])]
+            others = [m for name, m in peers.items() if _is_variant(name, spec["than"])]
             value = value / max(others) if others else math.nan
         if spec.get("minus") == "best":
             value -= min([*others, value])
-        out.append((f"{variant} at {lr:g}", value if seeds >= MIN_SEEDS else None))
+        out.append((str(cell), value if seeds >= MIN_SEEDS else None))
     return out
 
 
-def _medians(runs: Any, spec: dict[str, Any]) -> dict[tuple[str, float], tuple[float, int]]:
-    groups: dict[tuple[str, float], list[float]] = {}
-    for run in runs:
-        if run.outcome:
-            groups.setdefault((run.variant, run.lr), []).append(float(measure(run, spec)))
-    return {kind: (float(np.median(values)), len(values)) for kind, values in groups.items()}
+def _medians(cells: dict[Cell, list[Run]], spec: dict[str, Any]) -> dict[Cell, tuple[float, int]]:
+    """Cell -> median over its runs that have an outcome, and their number."""
+    found = {cell: [float(measure(run, spec)) for run in runs if run.outcome] for cell, runs in cells.items()}
+    return {cell: (float(np.median(values)), len(values)) for cell, values in found.items() if values}
 
 
 def _condition(spec: dict[str, Any]) -> tuple[Callable[[Any, Any], bool], Any]:
@@ -232,7 +251,10 @@ def _condition(spec: dict[str, Any]) -> tuple[Callable[[Any, Any], bool], Any]:
         raise UserError(
             f"claim {spec['claim']!r}: is: {spec['is']!r} is not a comparison ({', '.join(OPERATORS)}) and a bound"
         )
-    return OPERATORS[found.group(1)], yaml.safe_load(found.group(2))
+    bound = yaml.safe_load(found.group(2))
+    with contextlib.suppress(ValueError):  # YAML takes 1e-6 for a text
+        bound = float(bound) if isinstance(bound, str) else bound
+    return OPERATORS[found.group(1)], bound
 
 
 def _matches(run: Run, where: dict[str, Any]) -> bool:

@@ -12,13 +12,29 @@ from typing import Any
 
 import numpy as np
 
-from qkexp.analysis.sensitivity import grad_growth, onset
 from qkexp.config import UserError
 from qkexp.probe.metrics import BY_NAME, COLLAPSED
 from qkexp.record.load import Run
 from qkexp.train.outcome import smooth
 
 SMOOTHED = ("loss", "grad_norm")
+GRAD_START = 100  # step at which the running minimum of the gradient norm starts
+
+
+def grad_growth(grad_norm: np.ndarray) -> np.ndarray:
+    """Smoothed gradient norm over its running minimum from step 100 on; 1 before."""
+    smoothed = smooth(grad_norm)
+    out = np.ones_like(smoothed)
+    if len(smoothed) > GRAD_START:
+        tail = smoothed[GRAD_START:]
+        out[GRAD_START:] = tail / np.minimum.accumulate(tail)
+    return out
+
+
+def onset(values: np.ndarray, threshold: float, start: int = 0) -> int | None:
+    """Index of the first value at or above ``threshold`` from index ``start`` on; None where there is none."""
+    above = np.flatnonzero(np.asarray(values)[start:] >= threshold)
+    return int(above[0]) + start if len(above) else None
 
 
 def _collapsed_share(run: Run) -> np.ndarray:
@@ -66,6 +82,16 @@ def series(run: Run, metric: str, layer: Any = None) -> np.ndarray:
         raise UserError(f"no metric {metric!r}; there are {', '.join([*run.scalars.columns, *DERIVED, *BY_NAME])}")
     values = run.scalars[metric].to_numpy(dtype=np.float64)
     return smooth(values) if metric in SMOOTHED else values
+
+
+def largest(metric: str) -> Callable[[Run], float]:
+    """Of a run: the largest value of an attention metric over probed steps and layers; NaN where not measured."""
+
+    def of(run: Run) -> float:
+        values = run.layers.values.get(metric)
+        return float(np.nanmax(values)) if values is not None and np.isfinite(values).any() else math.nan
+
+    return of
 
 
 def layer_index(layer: Any, layers: int) -> int:

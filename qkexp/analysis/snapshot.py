@@ -18,7 +18,8 @@ from torchvision.transforms import v2
 from qkexp.analysis.figures.heads import heads
 from qkexp.analysis.figures.style import save
 from qkexp.config import UserError
-from qkexp.model.vit import build_vit
+from qkexp.model.attention import temperature_at
+from qkexp.model.vit import attention_layers, build_vit
 from qkexp.probe.check import Coverage
 from qkexp.probe.frame import Frame, layer_values, to_numpy
 from qkexp.probe.metrics import headless
@@ -131,6 +132,8 @@ def _of_run(path: Path, folder: Path | None, batch: int) -> Subject:
     data = datasets.load(cfg.data)
     model = build_vit(cfg, image_size=data.image_size, channels=data.channels, classes=data.classes)
     model.load_state_dict(state["model"])
+    for layer in attention_layers(model).values():
+        layer.temperature = temperature_at(cfg.attention, state["step"] - 1)
     if folder is None:
         images = data.val.plain(np.arange(min(batch, len(data.val))))
         pictures = f"the first {len(images)} images of the validation split of {cfg.data.name}"

@@ -23,6 +23,12 @@ def default_scale(tokens: int) -> float:
     return math.log2(tokens**2 - tokens)
 
 
+def temperature_at(cfg: AttentionConfig, step: int) -> float:
+    """What the score is divided by at a step: ``temperature`` from its first step until its last, else 1."""
+    ended = cfg.temperature_until is not None and step >= cfg.temperature_until
+    return 1.0 if ended or step < cfg.temperature_from else cfg.temperature
+
+
 class Gate(nn.Module):
     """σ(W x + b), (B, N, C) -> (B, N, H, 1 or d): a factor on what each head, or each of its channels, hands on.
 
@@ -73,6 +79,7 @@ class Attention(nn.Module):
         self.rotary = nn.Identity() if rotary is None or first else rotary
         self.scale_log, self.scale_max = cfg.scale_log, cfg.scale_max
         self.fixed_scale, self.logit_scale = self._scale(cfg, tokens)
+        self.temperature = 1.0  # the loop sets it, step by step
         self.core = AttentionCore(cfg.softcap, cfg.score_dtype, cfg.backend, cfg.dropout)
         width = {"none": 0, "head": 1, "channel": self.head_dim}[cfg.gate]
         self.gate = Gate(dim, heads, width, qkv_bias) if width else None
@@ -120,6 +127,11 @@ class Attention(nn.Module):
     @property
     def scale(self) -> Scale:
         """The factor on q̂·k̂: a float, or a learned tensor (1,) or (H,)."""
+        scale = self._untempered
+        return scale if self.temperature == 1.0 else scale / self.temperature
+
+    @property
+    def _untempered(self) -> Scale:
         if self.logit_scale is None:
             return self.fixed_scale
         s: Tensor = self.logit_scale

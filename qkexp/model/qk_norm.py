@@ -2,7 +2,8 @@
 
     y = (x - mean) / sqrt(mean((x - mean)²) + eps) · (offset + gain) + bias
 
-with the mean taken out only where ``center`` is set. LayerNorm is ``rms`` with ``center``; ``l2`` is
+with the mean taken out only where ``center`` is set; kind ``center`` takes it out and does nothing else, a
+control that bounds no length. LayerNorm is ``rms`` with ``center``; ``l2`` is
 ``rms`` divided by sqrt(n), n the number of normalised channels, so that every norm treats small
 activations alike: the same eps stands at the same place (on the mean square).
 
@@ -105,6 +106,8 @@ class QKNorm(nn.Module):
         y = x.flatten(-2) if self.axis == "all" else x
         gain = self.weight if self.weight is None or not self.gain_offset else self.weight + self.gain_offset
         with torch.autocast(x.device.type, enabled=False):
+            if self.kind == "center":
+                return (x - x.mean(-1, keepdim=True, dtype=self._arithmetic(x))).to(x.dtype)
             y = self._centred(y, gain) if self.center else self._uncentred(y, gain)
             if self.bias is not None:
                 y = (y + self.bias).to(x.dtype)

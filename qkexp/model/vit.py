@@ -65,7 +65,7 @@ def build_vit(cfg: RunConfig, *, image_size: int, channels: int, classes: int, l
         except (ValueError, AssertionError, TypeError, RuntimeError, OverflowError) as error:
             why = str(error) or "timm refuses them without a reason"
             raise ConfigError("model", {"name": m.name, **overrides}, f"sizes that fit together ({why})") from None
-    if attention.init == "match" and attention.norm == "none":
+    if attention.init == "match" and attention.norm in ("none", "center"):
         if like is None:
             raise ValueError("attention.init=match needs images to measure the spread of logits on")
         match_logit_spread(vit, like)

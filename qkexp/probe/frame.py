@@ -130,8 +130,10 @@ def layer_values(values: np.ndarray, names: Sequence[str] = NAMES) -> np.ndarray
     A head that was not measured is left out; a layer of which no head was measured is NaN.
     """
     out = np.full(values.shape[:-1], np.nan, values.dtype)
-    size = values[names.index("max_abs_logit")]
-    worst = np.where(np.isnan(size), -1.0, size).argmax(-1)[..., None]
+    worst = np.zeros((*values.shape[1:-1], 1), np.int64)
+    if any(BY_NAME[name].heads == "max_pair" for name in names):
+        size = values[names.index("max_abs_logit")]
+        worst = np.where(np.isnan(size), -1.0, size).argmax(-1)[..., None]
     with np.errstate(all="ignore"):
         for i, metric in enumerate(BY_NAME[name] for name in names):
             measured = ~np.isnan(values[i])

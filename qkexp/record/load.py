@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,9 +18,9 @@ import yaml
 
 from qkexp.config import RunConfig, UserError, flatten, identity, keys, to_typed
 from qkexp.naming import variant
-from qkexp.probe.frame import layer_values
-from qkexp.probe.metrics import BY_NAME, NAMES
+from qkexp.probe.metrics import NAMES
 from qkexp.record.files import read_json
+from qkexp.record.layers import Layers
 from qkexp.record.run import SCALARS
 
 # the C loader is ten times as fast, which a sweep of a thousand runs feels
@@ -88,6 +89,12 @@ class Run:
         return self.typed.seed
 
     @property
+    def arm(self) -> str | None:
+        """What a branch changes of its parent, as its directory's name says it; None of a run that is no branch."""
+        step = self.typed.branch.step
+        return None if step is None else self.name.rpartition(f"-at{step}-")[0]
+
+    @property
     def status(self) -> str:
         return self.outcome["status"] if self.outcome else "unfinished"
 
@@ -99,35 +106,13 @@ class Run:
 
     @cached_property
     def layers(self) -> Layers:
-        return Layers.of(self.attention)
-
-
-@dataclass(frozen=True)
-class Layers:
-    """Attention metrics as arrays (step, layer): heads reduced as each metric declares."""
-
-    steps: np.ndarray
-    layers: np.ndarray
-    values: dict[str, np.ndarray]
-
-    @classmethod
-    def of(cls, table: pd.DataFrame) -> Layers:
-        """Rows of attention.parquet -> arrays; layers may have different numbers of heads."""
-        table = table[table.phase == "train"]
-        steps, layers = np.unique(table.step), np.unique(table.layer)
-        names = [name for name in BY_NAME if name in table.columns]
-        values = {name: np.full((len(steps), len(layers)), np.nan) for name in names}
-        for column, layer in enumerate(layers):
-            part = table[table.layer == layer].sort_values(["step", "head"])
-            at = np.searchsorted(steps, part.step.unique())
-            heads = part["head"].nunique()
-            cube = part[names].to_numpy(np.float64).reshape(-1, heads, len(names)).transpose(2, 0, 1)
-            for name, value in zip(names, layer_values(cube, names), strict=True):
-                values[name][at, column] = value
-        return cls(steps, layers, values)
-
-    def __getitem__(self, metric: str) -> np.ndarray:
-        return self.values[metric]
+        """Attention metrics of the training steps, heads reduced; a finished run's columns are read one by one."""
+        whole = self.directory / "attention.parquet"
+        present = _columns_of(whole)
+        if present:
+            return Layers([*NAMES, *present], functools.partial(_columns, whole, present))
+        table = _read(self.directory, "attention", ["step", "phase", "layer", "module", "head", *NAMES])
+        return Layers.of(pa.Table.from_pandas(table, preserve_index=False))  # parts grow: all of them at once
 
 
 @dataclass(frozen=True)
@@ -144,6 +129,11 @@ class Sweep:
     def runs(self) -> pd.DataFrame:
         """A row a run: directory, identity, status, identity keys (dotted) and final figures."""
         return pd.DataFrame([_summary(run) for run in self.all.values()])
+
+    @cached_property
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """What was computed from all of the runs, by name: a place for readers to keep it."""
+        return {}
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -173,7 +163,7 @@ def load_sweep(directory: str | Path) -> Sweep:
     found = {p.parent.name: Run(p.parent) for p in sorted(path.glob("*/config.yaml"))}
     if plan:
         found = {name: found[name] for name in (r["name"] for r in plan["runs"]) if name in found}
-    if not found:
+    if not found and not (plan and not plan["runs"]):  # an experiment may have none, and say so in its plan
         raise UserError(f"{path}: no runs here (a sweep directory holds one directory a run)")
     return Sweep(path, found)
 
@@ -199,17 +189,42 @@ def _summary(run: Run) -> dict[str, Any]:
     }
 
 
+def _columns_of(path: Path) -> list[str]:
+    """Names of a table's columns; none where there is no table, or a torn one."""
+    try:
+        return pq.read_schema(path).names
+    except (pa.ArrowInvalid, OSError):
+        return []
+
+
+def _columns(path: Path, present: list[str], names: Sequence[str]) -> pa.Table:
+    """Some columns of a table; one that the run's version did not have is null."""
+    table = pq.ParquetFile(path).read([name for name in names if name in present])
+    for name in names:
+        if name not in present:
+            table = table.append_column(name, pa.nulls(len(table), pa.float32()))
+    return table
+
+
 def _read(directory: Path, name: str, names: list[str]) -> pd.DataFrame:
-    whole = directory / f"{name}.parquet"
-    paths = [whole] if whole.is_file() else sorted((directory / "parts").glob(f"{name}-*.parquet"))
-    tables = []
-    for path in paths:
-        try:
-            tables.append(pq.ParquetFile(path).read())
-        except (pa.ArrowInvalid, OSError):  # torn, or merged away since it was listed
-            continue
+    tables = read_tables(directory, name)
     if not tables:
         return pd.DataFrame({n: pd.Series(dtype="float64") for n in names})
     found = pa.concat_tables(tables, promote_options="default").to_pandas()
     later = [n for n in names if n not in found.columns]  # columns that the run's version did not have
     return found.assign(**dict.fromkeys(later, math.nan))
+
+
+def read_tables(directory: Path, name: str, columns: Sequence[str] | None = None) -> list[pa.Table]:
+    """A run's table ``name``, whole or in the parts that there are; ``columns``: those of them that it has."""
+    whole = directory / f"{name}.parquet"
+    paths = [whole] if whole.is_file() else sorted((directory / "parts").glob(f"{name}-*.parquet"))
+    tables = []
+    for path in paths:
+        try:
+            file = pq.ParquetFile(path)
+            there = set(file.schema_arrow.names)
+            tables.append(file.read(None if columns is None else [c for c in columns if c in there]))
+        except (pa.ArrowInvalid, OSError):  # torn, or merged away since it was listed
+            continue
+    return tables

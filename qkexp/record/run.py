@@ -157,10 +157,11 @@ def clear(directory: Path) -> None:
 
 
 def _tidy(directory: Path) -> None:
-    """Remove what a killed process had half written; the mirror's files are the mirror's."""
-    for part in directory.rglob(".*.part"):
-        if "mirror" not in part.name:
-            part.unlink(missing_ok=True)
+    """Remove what a killed process had half written. The mirror's files are its own, and so are branches."""
+    for folder in (directory, directory / "parts", directory / "checkpoints"):
+        for part in folder.glob(".*.part"):
+            if "mirror" not in part.name:
+                part.unlink(missing_ok=True)
 
 
 def rewind(directory: Path, keep: int) -> dict[str, int]:
@@ -188,13 +189,34 @@ def rewind(directory: Path, keep: int) -> dict[str, int]:
                 path.unlink()
     (directory / "outcome.json").unlink(missing_ok=True)
     path = directory / "events.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    events = [event for event in map(json.loads, filter(None, lines)) if event["step"] < keep]
-    write_text(path, "".join(json.dumps(event) + "\n" for event in events))
+    events = _keep_events(path, path, keep)
     first: dict[str, int] = {}
     for event in events:
         first.setdefault(event["kind"], event["step"])
     return first
+
+
+def inherit(directory: Path, parent: Path, keep: int) -> None:
+    """Begin a run with the first ``keep`` steps of another: their rows and events, and nothing else."""
+    clear(directory)
+    for table in TABLES:
+        whole = parent / f"{table}.parquet"
+        for path in [whole] if whole.exists() else sorted((parent / "parts").glob(f"{table}-*.parquet")):
+            rows = _before(path, keep)
+            first = 0 if path == whole else int(path.stem.rpartition("-")[2])
+            if len(rows):
+                (directory / "parts").mkdir(exist_ok=True)
+                write_table(directory / "parts" / f"{table}-{first:08d}.parquet", rows)
+    _keep_events(parent / "events.jsonl", directory / "events.jsonl", keep)
+
+
+def _keep_events(source: Path, target: Path, keep: int) -> list[dict[str, Any]]:
+    """The events before a step, written and returned."""
+    lines = source.read_text().splitlines() if source.exists() else []
+    whole = (json.loads(line) for line in lines if line.endswith("}"))
+    events = [event for event in whole if event["step"] < keep]
+    write_text(target, "".join(json.dumps(event) + "\n" for event in events))
+    return events
 
 
 def intact(directory: Path) -> int:

@@ -30,7 +30,8 @@ def estimate(todo: Sequence[Planned], states: Sequence[State], sweep: Sweep) -> 
     launcher = make_launcher(sweep.launcher_name, sweep.launcher)
     if workers is None and isinstance(launcher, LocalLauncher):
         workers = launcher.workers
-    seconds = pace * sum(run.steps for run in todo) / min(workers or len(todo), len(todo))
+    steps = sum(run.steps - (run.config.branch.step or 0) for run in todo)
+    seconds = pace * steps / min(workers or len(todo), len(todo))
     return f"about {duration(seconds)} with {min(workers or len(todo), len(todo))} at once, {how}"
 
 

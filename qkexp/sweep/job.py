@@ -83,9 +83,12 @@ def _train(cfg: RunConfig, directory: Path, provenance: dict[str, Any], lock: Lo
         resolve(cfg)
         facts = {**provenance, "device": _device_name(cfg.device), "threads": torch.get_num_threads()}
         resume = None if again else _resume(cfg, directory)
+        own = cfg.branch.step  # of a branch: the steps before it are its parent's
+        if own is not None and (resume is None or resume["step"] < own):
+            raise UserError(f"{directory}: the state that it branched from is gone; `qkexp branch` makes it again")
         record = RunWriter(directory, cfg, facts, keep=resume["step"] if resume else 0, lock=lock)
         if resume:
-            record.event(Event(resume["step"], "resumed"))
+            record.event(Event(resume["step"], "branched" if resume["step"] == own else "resumed"))
         log.info("training %s from step %d", directory.name, resume["step"] if resume else 0)
         with _signals() as stop:
             outcome = train(cfg, datasets.load(cfg.data), record, stop, resume)
@@ -123,8 +126,9 @@ def _is_disk_full(error: BaseException | None) -> bool:
 
 def _disk_full(directory: Path, lock: Lock) -> int:
     """What is on disk stays readable: files are replaced whole, and what was half written goes."""
-    for part in directory.rglob(".*.part"):
-        part.unlink(missing_ok=True)
+    for folder in (directory, directory / "parts", directory / "checkpoints"):
+        for part in folder.glob(".*.part"):
+            part.unlink(missing_ok=True)
     reason = f"no space left on the device of {directory}: free some, and the same command goes on"
     with contextlib.suppress(OSError):
         log.error("%s", reason)

@@ -20,7 +20,7 @@ from qkexp.config import identity, to_typed
 from qkexp.record.files import read_json
 from qkexp.sweep.status import FINISHED
 
-OWN = ("mirror.json", "wandb", "lock")  # of the sweep where it was trained
+OWN = ("mirror.json", "wandb", "lock", "branches")  # of the sweep where it was trained
 APPENDED = ("log.txt", "events.jsonl")
 
 

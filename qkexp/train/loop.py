@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qkexp.config import RunConfig
+from qkexp.model.attention import temperature_at
 from qkexp.model.vit import attention_layers, build_vit
 from qkexp.probe.frame import Frame, layer_values, to_numpy
 from qkexp.probe.metrics import NAMES
@@ -76,7 +77,8 @@ def train(
     dtypes = measure(model, first_images.to(updater.flat), cfg)
     forward = torch.compile(model) if cfg.compile else model
     record.note(parameter_groups=updater.groups())
-    detector = Detector(steps, min(layer.scale_bound for layer in attention_layers(model).values()))
+    layers = attention_layers(model).values()
+    detector = Detector(steps, min(layer.scale_bound for layer in layers))
     calm = max(healthy_steps(steps), min(cfg.optim.warmup, steps // 10))
     spikes = {name: SpikeDetector(kind, calm) for name, kind in (("loss", "loss"), ("grad_norm", "grad"))}
     unseen: list[dict[str, float]] = []  # rows that the spike detectors have not seen
@@ -150,6 +152,8 @@ def train(
     stream = training_batches(data, cfg, first)
     for step in range(first, steps):
         start = clock(device)
+        for layer in layers:
+            layer.temperature = temperature_at(cfg.attention, step)
         batches = list(itertools.islice(stream, accumulate))
         skipped, scale = 0, scaler.get_scale()
         figures, probe_seconds = attempt(step, batches)

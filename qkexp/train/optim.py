@@ -25,6 +25,11 @@ def decays(name: str, parameter: Tensor) -> bool:
     return name.endswith("weight") and parameter.dim() >= 2
 
 
+def is_gain(name: str, parameter: Tensor) -> bool:
+    """Whether ``optim.gain_decay`` applies: gains of QK norms (what is learned of them, γ or γ - 1)."""
+    return name.endswith((".q_norm.weight", ".k_norm.weight"))
+
+
 @dataclass(frozen=True)
 class Update:
     """What a step did: the rate used, RMS of Δθ ÷ rate without decay, ‖θ‖₂ after it.
@@ -51,7 +56,7 @@ class Updater:
     a gradient (λ·θ) and so goes through the moments.
 
     ``optim.qk_lr_scale`` multiplies the whole change of the Q and K projections, decay included: at 0 they
-    keep their initial bits.
+    keep their initial bits. ``optim.head_lr_scale`` does the same to the classifier.
     """
 
     def __init__(self, model: nn.Module, cfg: OptimConfig, steps: int):
@@ -67,15 +72,22 @@ class Updater:
         for _, parameter, span in _spans(self.named):
             parameter.grad = self.grad[span].view(parameter.shape)
         self._measured, self._owners = self._partition()
-        self._qk = [
-            piece.of(self.flat[span].view(parameter.shape))
+        self._scaled = [
+            (piece.of(self.flat[span].view(parameter.shape)), factor)
             for name, parameter, span in _spans(self.named)
             for piece in self._pieces[name]
-            if piece.projects_qk
+            if (factor := self._factor(piece)) != 1.0
         ]
         self._one = torch.ones((), dtype=self.flat.dtype)  # factors are rounded as weights are; on the CPU to be read
-        self._decayed_spans = [self.flat[span] for span in _merged(s for n, p, s in _spans(self.named) if decays(n, p))]
-        self._decayed = torch.cat([p.new_full((p.numel(),), float(decays(n, p))) for n, p in self.named])
+        self._decays = [
+            (
+                strength,
+                [self.flat[span] for span in _merged(s for n, p, s in _spans(self.named) if chosen(n, p))],
+                torch.cat([p.new_full((p.numel(),), float(chosen(n, p))) for n, p in self.named]),
+            )
+            for strength, chosen in ((cfg.weight_decay, decays), (cfg.gain_decay, is_gain))
+            if strength
+        ]
         matrices, rest = self._split()
         self.optimizers = OPTIMIZERS[cfg.name](matrices, rest, cfg)
 
@@ -111,19 +123,20 @@ class Updater:
     def step(self, step: int) -> Update:
         """Decay and update."""
         lr = learning_rate(step, self.steps, self.cfg)
-        kept = [weights.clone() for weights in self._qk] if self.cfg.qk_lr_scale != 1.0 else []
-        if self.cfg.weight_decay and self.cfg.name == "adam":
-            self.grad.addcmul_(self.flat, self._decayed, value=self.cfg.weight_decay)
-        elif self.cfg.weight_decay:
-            factor = lr if self.cfg.decay == "coupled" else lr / self.cfg.lr
-            torch._foreach_mul_(self._decayed_spans, float(1.0 - factor * self.cfg.weight_decay * self._one))
+        kept = [weights.clone() for weights, _ in self._scaled]
+        for strength, spans, mask in self._decays:
+            if self.cfg.name == "adam":
+                self.grad.addcmul_(self.flat, mask, value=strength)
+            else:
+                factor = lr if self.cfg.decay == "coupled" else lr / self.cfg.lr
+                torch._foreach_mul_(spans, float(1.0 - factor * strength * self._one))
         self._change.copy_(self.flat)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
-        for weights, before in zip(self._qk, kept, strict=False):
-            weights.copy_(torch.lerp(before, weights, self.cfg.qk_lr_scale))
+        for (weights, factor), before in zip(self._scaled, kept, strict=True):
+            weights.copy_(torch.lerp(before, weights, factor))
         self._change -= self.flat
         measured = [_norm(self._change), _norm(self.flat)]
         if self.flat.dtype != torch.float32:
@@ -139,11 +152,14 @@ class Updater:
             "decayed": [n for n, p in self.named if decays(n, p)],
             "not_decayed": [n for n, p in self.named if not decays(n, p)],
         }
-        if self.cfg.qk_lr_scale != 1.0:  # pieces of fused parameters
-            label = f"q_k_rate_x_{self.cfg.qk_lr_scale:g}"
-            found[label] = []
-            for (name, parameter), piece in ((n, p) for n in self.named for p in self._pieces[n[0]] if p.projects_qk):
-                found[label].append(f"{name}[{piece.role}]")
+        if self.cfg.gain_decay:
+            found["gains_decayed"] = [n for n, p in self.named if is_gain(n, p)]
+            found["not_decayed"] = [n for n in found["not_decayed"] if n not in found["gains_decayed"]]
+        for (name, parameter), piece in ((n, p) for n in self.named for p in self._pieces[n[0]]):
+            factor = self._factor(piece)
+            if factor != 1.0:  # pieces of fused parameters
+                label = f"{'q_k' if piece.projects_qk else 'head'}_rate_x_{factor:g}"
+                found.setdefault(label, []).append(f"{name}[{piece.role}]")
                 sizes[found[label][-1]] = piece.of(parameter).numel()
         return {
             label: {"tensors": len(names), "parameters": sum(sizes[n] for n in names), "names": names}
@@ -155,12 +171,33 @@ class Updater:
         tensors = [v for o in self.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
         return ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors if t.numel() > 1})) or "-"
 
+    def spans(self) -> dict[str, slice]:
+        """The place of each parameter in the vector."""
+        return {name: span for name, _, span in _spans(self.named)}
+
+    def kept(self) -> dict[str, Tensor]:
+        """What the optimisers keep of each weight (averages, momentum), each kind as one vector; 0 where nothing."""
+        found: dict[str, Tensor] = {}
+        for parameter, state in (item for optimizer in self.optimizers for item in optimizer.state.items()):
+            at = parameter.storage_offset()
+            for kind, value in state.items():
+                if value.dim():  # a number is Adam's count of steps
+                    whole = found.setdefault(kind, torch.zeros_like(self.flat))
+                    whole[at : at + value.numel()] = value.reshape(-1)
+        return found
+
     def state_dict(self) -> list[dict[str, Any]]:
         return [optimizer.state_dict() for optimizer in self.optimizers]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+
+    def _factor(self, piece: Piece) -> float:
+        """What the updates of a piece are multiplied by."""
+        if piece.projects_qk:
+            return self.cfg.qk_lr_scale
+        return self.cfg.head_lr_scale if piece.parameter.startswith("head.") else 1.0
 
     def _split(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Views of the vector for the optimiser: the blocks' matrices (q, k and v apart), and all between them."""

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from torchvision.datasets import ImageFolder
 
-from qkexp.config import DATA_SETS, ConfigError, DataConfig, UserError
+from qkexp.config import DATA_SETS, ConfigError, DataConfig, DataMissing, UserError
 from qkexp.train.store import Arrays, is_whole, locked, read_arrays, write_arrays
 
 SILENCE = 30.0  # seconds without a byte after which a server counts as dead
@@ -144,7 +144,7 @@ def read(cfg: DataConfig) -> Arrays:
         return _checked(cfg.name, source.read(folder), folder)
     if cfg.download:
         return read_arrays(convert(cfg))
-    raise ConfigError("data.root", cfg.root, _wanted(cfg, source))
+    raise DataMissing("data.root", cfg.root, _wanted(cfg, source))
 
 
 def _wanted(cfg: DataConfig, source: Source) -> str:

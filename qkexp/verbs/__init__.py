@@ -9,7 +9,23 @@ import argparse
 import importlib
 from typing import Protocol
 
-VERBS = ("reproduce", "train", "sweep", "status", "verify", "figures", "sync", "probe", "data")
+VERBS = (
+    "reproduce",
+    "train",
+    "sweep",
+    "status",
+    "verify",
+    "figures",
+    "sync",
+    "probe",
+    "data",
+    "diagnose",
+    "branch",
+    "report",
+    "serve",
+    "compare",
+    "dashboard",
+)
 
 
 class Verb(Protocol):

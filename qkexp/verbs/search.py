@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 STOP = -1  # a search that only plans
 
 
-def search_rates(plan: Plan, options: argparse.Namespace) -> int:
+def search_rates(plan: Plan, options: argparse.Namespace, *, sums_up: bool = True) -> int:
     """Bisect for the largest stable rate of each variant."""
     from qkexp.record.files import write_json
     from qkexp.sweep.bisect import report, search, table
@@ -31,13 +31,13 @@ def search_rates(plan: Plan, options: argparse.Namespace) -> int:
 
     def train(part: Plan) -> int:
         if not options.plan:
-            return train_missing(part, options)
+            return train_missing(part, options, sums_up=sums_up)
         if part.missing():
             return print_plan(part, options, "the next round") or STOP
         return DONE
 
     def judge(names: Sequence[str]) -> Verdicts:
-        from qkexp.analysis.sensitivity import verdicts
+        from qkexp.analysis.stability import verdicts
 
         return verdicts(plan.directory, names)
 

@@ -24,7 +24,8 @@ def run(options: argparse.Namespace) -> int:
     return run_sweep(plan_of(options.overrides), options)
 
 
-def run_sweep(plan: Plan, options: argparse.Namespace) -> int:
+def run_sweep(plan: Plan, options: argparse.Namespace, *, sums_up: bool = True) -> int:
+    """Train, search or only print a plan. ``sums_up``: and copy the sweep as a whole to W&B."""
     if plan.sweep.rates is not None:
-        return search_rates(plan, options)
-    return print_plan(plan, options) if options.plan else train_missing(plan, options)
+        return search_rates(plan, options, sums_up=sums_up)
+    return print_plan(plan, options) if options.plan else train_missing(plan, options, sums_up=sums_up)

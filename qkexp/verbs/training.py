@@ -11,10 +11,11 @@ from qkexp.config import RunConfig
 from qkexp.verbs.terminal import DONE, err, out
 
 if TYPE_CHECKING:
+    from qkexp.record.mirror.process import Mirror
     from qkexp.sweep.launch import Launcher
     from qkexp.sweep.plan import Plan, Planned
 
-MIRROR_SECONDS = 60.0
+MIRROR_SECONDS = 1.5  # nobody waits longer for W&B
 
 
 def takes_runs(parser: argparse.ArgumentParser) -> None:
@@ -72,19 +73,29 @@ def ready(plan: Plan, todo: Sequence[Planned], *, alone: bool) -> Launcher:
     return launcher
 
 
-def launch(plan: Plan, todo: Sequence[Planned], launcher: Launcher, options: argparse.Namespace, *, alone: bool) -> int:
-    """Train runs, show progress, and mirror them where a tracker is configured."""
+def launch(
+    plan: Plan,
+    todo: Sequence[Planned],
+    launcher: Launcher,
+    options: argparse.Namespace,
+    *,
+    alone: bool,
+    sums_up: bool = False,
+) -> int:
+    """Train runs, show progress, and mirror them where a tracker is configured.
+
+    ``sums_up``: and then the sweep as a whole.
+    """
     from qkexp.record.files import write_json
     from qkexp.sweep.display import progress
 
     plan.make_directory()
-    tracker = todo[0].config.tracker
-    mirror = None
-    if tracker.name == "wandb":
-        from qkexp.record.mirror import start
+    mirror = _mirror(plan, [run.name for run in todo], sweep=sums_up)
+    if mirror is not None:
+        from qkexp.record.mirror.rows import budget
 
-        names = [run.name for run in todo]
-        mirror = start(plan.directory, names, tracker.project, tracker.mode, group=plan.sweep.name)
+        keys = budget(max((run.config for run in todo), key=lambda c: c.model.depth or 0))
+        out.print(f"W&B: group {plan.sweep.name}, {keys}", soft_wrap=True)
     began = time.monotonic()
     try:
         with progress(out, plan.directory, todo) as tick:
@@ -99,12 +110,32 @@ def launch(plan: Plan, todo: Sequence[Planned], launcher: Launcher, options: arg
             }
             write_json(plan.directory / "timing.json", timing)
     finally:
-        if mirror is not None:
-            with out.status("copying the last rows to W&B"):
-                warning = mirror.close(MIRROR_SECONDS)
-            if warning:
-                err.print(warning, markup=False, soft_wrap=True)
+        _close(mirror, "copying the last rows to W&B")
     return code
+
+
+def publish(plan: Plan) -> None:
+    """Copy to W&B what came after training: claims and figures."""
+    _close(_mirror(plan, [run.name for run in plan.runs], sweep=True), "copying claims and figures to W&B")
+
+
+def _mirror(plan: Plan, names: Sequence[str], *, sweep: bool) -> Mirror | None:
+    """What copies runs to W&B, where a tracker is configured."""
+    tracker = plan.runs[0].config.tracker
+    if tracker.name != "wandb":
+        return None
+    from qkexp.record.mirror.process import start
+
+    return start(plan.directory, names, tracker.project, tracker.mode, group=plan.sweep.name, sweep=sweep)
+
+
+def _close(mirror: Mirror | None, status: str) -> None:
+    if mirror is None:
+        return
+    with out.status(status):
+        warning = mirror.close(MIRROR_SECONDS)
+    if warning:
+        err.print(warning, markup=False, soft_wrap=True)
 
 
 def adopt(plan: Plan, options: argparse.Namespace) -> None:
@@ -117,8 +148,8 @@ def adopt(plan: Plan, options: argparse.Namespace) -> None:
         out.print(f"shared with {', '.join(sweeps)} (--again trains them anew): {names}", soft_wrap=True)
 
 
-def train_missing(plan: Plan, options: argparse.Namespace) -> int:
-    """Train what is missing of a plan, and say how all of it stands."""
+def train_missing(plan: Plan, options: argparse.Namespace, *, sums_up: bool = True) -> int:
+    """Train what is missing of a plan, and say how all of it stands. ``sums_up`` as in :func:`launch`."""
     from qkexp.sweep.status import summary, table
 
     todo = plan.missing(options.again)
@@ -130,7 +161,7 @@ def train_missing(plan: Plan, options: argparse.Namespace) -> int:
     foreign = [] if options.again else plan.foreign()
     if foreign:
         out.print(f"kept, though other code made them (--again trains them anew): {some(foreign)}", soft_wrap=True)
-    code = launch(plan, todo, launcher, options, alone=False) if todo else DONE
+    code = launch(plan, todo, launcher, options, alone=False, sums_up=sums_up) if todo else DONE
     states = plan.states()
     problems = [s for s in states if s.status not in ("completed", "diverged")]
     listed = states if len(states) <= 12 else problems  # of many runs, those that need a look

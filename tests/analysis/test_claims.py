@@ -12,7 +12,8 @@ import torch
 import yaml
 
 from qkexp.analysis.claims import FAIL, NOT_RUN, NOT_SHOWN, PASS, check, verify_sweep
-from qkexp.analysis.sensitivity import TOO_FEW, grad_growth, onset, stability
+from qkexp.analysis.measures import grad_growth, onset
+from qkexp.analysis.stability import TOO_FEW, stability
 from qkexp.compose import compose_sweep, options
 from qkexp.config import UserError
 from qkexp.naming import run_name
@@ -202,6 +203,13 @@ def test_claim_that_is_not_understood_is_an_error_and_not_a_pass(tmp_path: Path,
         check(load_sweep(tmp_path), {"claim": "c", "metric": "loss", "is": "< 1", **broken})
 
 
+def test_a_bound_in_scientific_notation_is_a_number(tmp_path: Path) -> None:
+    make(tmp_path, "none", 0.1, 0)  # a loss of 0.5
+    sweep = load_sweep(tmp_path)
+    verdicts = [check(sweep, {"claim": "c", "metric": "loss", "is": bound}).verdict for bound in ("< 1e-1", "< 1e1")]
+    assert verdicts == [FAIL, PASS]
+
+
 def test_claims_of_every_experiment_are_understood() -> None:
     for name in options("experiment"):
         composed = compose_sweep([f"experiment={name}", "seed=0"])
@@ -232,6 +240,15 @@ def test_a_claim_about_a_figure_is_judged_on_the_rows_that_it_plots(grid: Path) 
     assert (
         check(sweep, of_figure(where={"kind": "run", "variant": "none", "lr": 0.01}, reduce="median")).verdict == PASS
     )
+
+
+def test_rows_of_a_figure_are_named_by_what_tells_them_apart(grid: Path) -> None:
+    sweep = load_sweep(grid)
+    found = check(sweep, of_figure(where={"kind": "run", "variant": "none", "lr": 0.01}, **{"is": "< 0"}))
+    assert found.detail == "3 of 3 do not: seed=0, seed=1, seed=2"
+    one = of_figure(where={"kind": "median", "variant": "none", "lr": 0.01})
+    assert check(sweep, one | {"is": "< 0"}).detail == "1 of 1 do not"
+    assert check(sweep, one | {"is": "> 0"}).detail == ""
 
 
 def test_a_number_that_a_figure_does_not_have_bears_nothing_out(grid: Path) -> None:

@@ -399,18 +399,30 @@ def test_plan_chooses_figures_and_unfit_ones_are_skipped(tmp_path: Path, caplog:
     ]
 
 
+def test_of_figures_that_nobody_asked_for_only_those_that_fit_are_spoken_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_run(tmp_path)
+    assert "heatmaps" in {path.stem for path in draw(tmp_path)}
+    assert not caplog.records
+    make_run(tmp_path / "bare", ended=0, val_loss=None, status="diverged")
+    assert draw(tmp_path / "bare") == []
+    assert "figure heatmaps skipped" in caplog.text
+
+
 def test_unknown_name_is_refused(tmp_path: Path) -> None:
     make_run(tmp_path)
     with pytest.raises(UserError, match=r"panels: no such figure; accepted: vit22b_panels, lr_sensitivity, heatmaps"):
         draw(tmp_path, ["panels"])
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", [name for name in FIGURES if name != "timeline"])  # which draws one run
 def test_runs_that_differ_in_another_key_are_not_mixed(tmp_path: Path, name: str) -> None:
     for batch_size in (32, 64):
         for lr in (1e-2, 1e-1):
             make_run(tmp_path, lr=lr, batch_size=batch_size)
-    with pytest.raises(DoesNotFit, match=r"train\.batch_size"):
+    other = {"score_geometry": "it shows formulas", "cause": "optim.qk_lr_scale", "branches": "no branches"}
+    with pytest.raises(DoesNotFit, match=other.get(name, r"train\.batch_size")):
         FIGURES[name](load_sweep(tmp_path))
 
 
@@ -476,7 +488,7 @@ def test_tables_of_unneeded_runs_are_not_read(tmp_path: Path) -> None:
             make_run(tmp_path, lr=lr, seed=seed)
     sweep = load_sweep(tmp_path)
     FIGURES["heatmaps"](sweep)
-    read = {(r.lr, r.seed) for r in sweep.all.values() if "attention" in vars(r)}
+    read = {(r.lr, r.seed) for r in sweep.all.values() if vars(r).keys() & {"attention", "layers"}}
     assert read == {(0.1, 0)}
     assert set(cells(sweep)) == {("none", 0.01), ("none", 0.1)}
 

@@ -175,3 +175,13 @@ def test_strided_views_of_one_projection_are_normalised_like_copies():
         norm = QKNorm(H, D, axis=axis)
         assert torch.equal(norm(q), norm(q.contiguous()))
         assert norm(k).shape == (B, N, H, D)
+
+
+def test_centring_alone_subtracts_the_mean_of_a_head_and_bounds_nothing():
+    norm = QKNorm(2, 4, kind="center", gain="none")
+    x = torch.randn(3, 5, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 100
+    expected = x - x.reshape(3, 5, 2, 4).mean(dim=3, keepdim=True)
+    torch.testing.assert_close(norm(x), expected)
+    torch.testing.assert_close(norm(10 * x), 10 * expected)  # lengths pass
+    assert not list(norm.parameters())
+    assert norm(x.bfloat16()).dtype == torch.bfloat16

@@ -48,6 +48,15 @@ def test_bench_writes_every_figure(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"b.json"}
 
 
+def test_bench_of_the_report_measures_a_stored_sweep(tmp_path: Path) -> None:
+    done = run("bench.py", "report", "--quick", "--json", "b.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    figures = written(tmp_path / "b.json")["figures"]
+    assert [f["unit"] for f in figures] == ["s", "GB", "MB"]
+    assert all(f["value"] > 0 for f in figures)
+    assert figures[0]["detail"]["runs"] == 10
+
+
 def test_bench_of_training_tells_shares_of_a_step_that_add_up(tmp_path: Path) -> None:
     done = run("bench.py", "train", "--quick", "--json", "b.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -60,6 +69,15 @@ def test_bench_of_training_tells_shares_of_a_step_that_add_up(tmp_path: Path) ->
     outside = figures["micro step outside forward, backward, optimiser and probe / step"]
     assert 0 < outside < 0.5
     assert figures["micro accumulate=4 / 4 plain steps"] == pytest.approx(1.0, abs=0.6)
+
+
+def test_bench_of_the_mirror_copies_to_a_server_of_its_own(tmp_path: Path) -> None:
+    done = run("bench.py", "mirror", "--quick", "--json", "b.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    figures = {f["name"]: f for f in written(tmp_path / "b.json")["figures"]}
+    assert figures["micro step with W&B online / without"]["value"] > 0
+    assert figures["end of a sweep, online"]["value"] > 0
+    assert figures["end of a sweep, online"]["target"] == 5.0, "seconds"
 
 
 def test_bench_of_variants_compares_each_preset_with_none(tmp_path: Path) -> None:

@@ -268,6 +268,27 @@ def test_frozen_q_and_k_projections_keep_their_bits_also_under_decay_and_all_els
             assert not torch.equal(p, start[n]), n
 
 
+def test_a_rate_of_the_classifier_multiplies_its_change_and_no_other() -> None:
+    changes = []
+    for scale in (1.0, 30.0):
+        model = vit("none")
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        updater = Updater(
+            model, OptimConfig(lr=0.01, schedule="constant", head_lr_scale=scale, qk_lr_scale=0.5), steps=1
+        )
+        gradients(model)
+        updater.step(0)
+        changes.append({n: p.detach() - before[n] for n, p in model.named_parameters()})
+    groups = updater.groups()
+    assert groups["head_rate_x_30"]["names"] == ["head.weight[rest]", "head.bias[rest]"]
+    assert groups["q_k_rate_x_0.5"]["tensors"] > 0
+    for name, change in changes[1].items():
+        if name.startswith("head."):
+            torch.testing.assert_close(change, 30.0 * changes[0][name], rtol=1e-4, atol=1e-6)
+        else:
+            assert torch.equal(change, changes[0][name]), name
+
+
 def test_a_tenth_of_the_q_and_k_rate_makes_a_tenth_of_their_change() -> None:
     changes = []
     for scale in (1.0, 0.1):
@@ -279,3 +300,30 @@ def test_a_tenth_of_the_q_and_k_rate_makes_a_tenth_of_their_change() -> None:
         changes.append(model.blocks[0].attn.qkv.weight.detach() - before)
     torch.testing.assert_close(changes[1][:128], 0.1 * changes[0][:128], rtol=1e-3, atol=1e-7)
     assert torch.equal(changes[1][128:], changes[0][128:])
+
+
+@pytest.mark.parametrize("decay", ["independent", "coupled"])
+def test_decay_of_gains_follows_the_rule_of_weights_and_touches_nothing_else(decay: str) -> None:
+    cfg = OptimConfig(name="sgd", lr=0.5, momentum=0.0, schedule="constant", gain_decay=0.1, decay=decay)
+    model = vit("gemma3")  # gain 1 + w
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "q_norm" in name or "k_norm" in name:
+                parameter.fill_(2.0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    updater = Updater(model, cfg, 10)
+    updater.step(0)  # no gradient: only decay moves anything
+    factor = 1 - 0.1 * (0.5 if decay == "coupled" else 1.0)
+    for name, parameter in model.named_parameters():
+        gain = "q_norm" in name or "k_norm" in name
+        torch.testing.assert_close(parameter.detach(), before[name] * (factor if gain else 1.0))
+    assert updater.groups()["gains_decayed"]["tensors"] == 2 * len(model.blocks)
+
+
+def test_adams_decay_of_gains_is_a_gradient() -> None:
+    model = vit("rmsnorm")
+    updater = Updater(model, OptimConfig(name="adam", gain_decay=0.1, lr=1e-3), 10)
+    updater.step(0)
+    for name, parameter in model.named_parameters():
+        expected = 0.1 if "q_norm" in name or "k_norm" in name else 0.0  # of a gain of 1
+        torch.testing.assert_close(parameter.grad, torch.full_like(parameter, expected))

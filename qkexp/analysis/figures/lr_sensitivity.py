@@ -32,7 +32,7 @@ from qkexp.analysis.figures.style import (
     rank,
     styled,
 )
-from qkexp.analysis.sensitivity import MIN_SEEDS, stability
+from qkexp.analysis.stability import MIN_SEEDS, stability
 from qkexp.record.load import Run, Sweep
 from qkexp.train.outcome import ROSE
 
@@ -79,7 +79,7 @@ def _table(sweep: Sweep, found: Cells) -> pd.DataFrame:
         row = {"kind": "median", "val_loss": v["median_val_loss"], "failed": math.isinf(v["median_val_loss"])}
         rows.append({**row, **{name: v[name] for name in ("variant", "lr", "seeds", "stable")}})
     if rows:
-        rows += [{"kind": k, "val_loss": x} for k, x in _levels(sweep, verdicts).items()]
+        rows += [{"kind": k, "val_loss": x} for k, x in levels(sweep, verdicts).items()]
     table = pd.DataFrame(rows, columns=COLUMNS)
     return table.astype({"seed": "Int64", "collapsed_layers": "Int64", "seeds": "Int64", "failed": "boolean"})
 
@@ -98,7 +98,7 @@ def _run_row(run: Run) -> dict[str, object]:
     }
 
 
-def _levels(sweep: Sweep, verdicts: pd.DataFrame) -> dict[str, float]:
+def levels(sweep: Sweep, verdicts: pd.DataFrame) -> dict[str, float]:
     """The loss of the best constant predictor, and the largest median that counts as stable."""
     chance = constant_loss(sweep.all.values())
     enough = verdicts[verdicts.seeds >= MIN_SEEDS].median_val_loss

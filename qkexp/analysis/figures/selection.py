@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from qkexp.analysis.cells import group
 from qkexp.analysis.figures.style import rank
-from qkexp.config import RunConfig, identity_keys
+from qkexp.config import RunConfig
 from qkexp.record.load import Run, Sweep
-
-_SEED_KEYS = {"seed", "model.seed", "data.seed"}
 
 
 class DoesNotFit(Exception):
@@ -30,11 +29,12 @@ def cells(sweep: Sweep) -> Cells:
         DoesNotFit: runs that differ in more than variant, rate and seed would be mixed.
     """
     found: Cells = {}
-    for run in sorted(sweep.all.values(), key=lambda r: (rank(r.variant), r.lr, r.seed)):
-        cell = found.setdefault((run.variant, run.lr), [])
-        if cell and cell[-1].seed == run.seed:
-            raise DoesNotFit(f"runs differ in {', '.join(_differences(cell[-1].typed, run.typed))} as well")
-        cell.append(run)
+    for cell, runs in sorted(group(sweep).items(), key=lambda item: (rank(item[0].variant), item[0].lr)):
+        if cell.others:
+            raise DoesNotFit(f"runs differ in {', '.join(key for key, _ in cell.others)} as well")
+        if len({run.seed for run in runs}) < len(runs):
+            raise DoesNotFit("runs differ in their seeds of model and data as well")
+        found[cell.variant, cell.lr] = runs
     return found
 
 
@@ -121,9 +121,3 @@ def unfinished_text(runs: Iterable[Run]) -> str:
 
 def _millions(count: float) -> str:
     return f"{count / 1e9:.2g} B" if count >= 1e9 else f"{count / 1e6:.2g} M" if count >= 1e5 else f"{count:,.0f}"
-
-
-def _differences(a: RunConfig, b: RunConfig) -> list[str]:
-    left, right = identity_keys(a), identity_keys(b)
-    names = sorted(k for k in left.keys() | right.keys() if left.get(k) != right.get(k))
-    return [n for n in names if n not in _SEED_KEYS] or ["their seeds of model and data"]

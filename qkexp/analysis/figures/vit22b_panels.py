@@ -36,7 +36,7 @@ from qkexp.analysis.figures.style import (
     rank,
     styled,
 )
-from qkexp.analysis.sensitivity import GRAD_START, grad_growth, onset
+from qkexp.analysis.measures import GRAD_START, grad_growth, onset
 from qkexp.record.load import Run, Sweep
 from qkexp.train.outcome import ROSE, WINDOW, smooth
 
