@@ -41,7 +41,7 @@ def precision(sweep: Sweep) -> Drawing:
     arms = _arms(table)
     rows = len(rates)
     sheet = canvas(
-        rows, len(panels) + 1, panel=(2.6, 0.7 + 0.19 * len(arms)), paragraphs=_caption(sweep), legend_rows=2
+        rows, len(panels) + 1, panel=(2.6, 0.7 + 0.19 * len(arms)), paragraphs=_caption(sweep), legend_rows=3
     )
     curves = _curves(sweep)
     for number, rate in enumerate(rates):
