@@ -30,7 +30,7 @@ test-dashboards: $(STAMP)  ## tests with a real W&B server and a real browser; i
 	$(BIN)/python -m pip install --quiet --editable '.[dev,test-dashboards]'
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit; done; \
 	  echo 'Chromium is missing: install the package chromium (apt-get, dnf, apk; brew on a Mac) and try again'; exit 1
-	QKEXP_REQUIRE_DASHBOARDS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/dashboards
+	QKEXP_REQUIRE_DASHBOARDS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/dashboards
 
 check: $(STAMP)  ## lint, format and types
 	$(BIN)/ruff check .

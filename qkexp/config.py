@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from omegaconf import II, OmegaConf
+from omegaconf import II, DictConfig, OmegaConf
 
 SCHEMA_VERSION = 1
 # those of qkexp.probe.metrics
@@ -404,11 +404,17 @@ def keys(schema: type = RunConfig, prefix: str = "") -> tuple[Key, ...]:
 
 def to_typed(config: Any) -> RunConfig:
     """A plain or OmegaConf mapping of run keys -> RunConfig, types checked and interpolations resolved."""
-    merged = OmegaConf.merge(OmegaConf.structured(RunConfig), config)
+    merged = OmegaConf.merge(_schema(), config)
     OmegaConf.resolve(merged)
     typed = OmegaConf.to_object(merged)
     assert isinstance(typed, RunConfig)
     return typed
+
+
+@cache
+def _schema() -> DictConfig:
+    """Made once; merging copies it."""
+    return OmegaConf.structured(RunConfig)
 
 
 def flatten(cfg: RunConfig) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
     python scripts/testbed.py develop            # the runs that the rules were made on (digits, seeds from 600)
     python scripts/testbed.py first              # others, for one measurement once the rules stood (seeds from 640)
-    python scripts/testbed.py measure            # and others again, once one rule had been mended (seeds from 720)
+    python scripts/testbed.py second             # and others again, once one rule had been mended (seeds from 720)
+    python scripts/testbed.py measure            # and once another one had (seeds from 820)
     python scripts/testbed.py measure --write    # and its table of docs/diagnosis.md
     python scripts/testbed.py tables             # the other tables; --check: exit 1 where they differ
 
@@ -30,7 +31,7 @@ from qkexp.record.load import Sweep, load_sweep
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "diagnosis.md"
 PLAIN = "plain healthy"
-STEPS = {"develop": 200, "first": 150, "measure": 150}
+STEPS = {"develop": 200, "first": 150, "second": 150, "measure": 150}
 Z = 1.959964  # two-sided 95 %
 
 

@@ -6,7 +6,6 @@ unchanged and fails, beside the same run without learned queries and keys that d
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qkexp.analysis.links import chance_loss
-from qkexp.config import OptimConfig, identity_keys
+from qkexp.config import OptimConfig
 from qkexp.record.load import Run, load_run
 from qkexp.train.outcome import ROSE
 
@@ -93,8 +92,8 @@ def final_loss(run: Run) -> float:
 
 def arms_of(run: Run, runs: Iterable[Run]) -> list[tuple[str, Run]]:
     """The run and its controls among others: same keys and seed but for one thing, named as branches are."""
-    mine = _keys(run.directory)
-    named = [(_arm(mine, _keys(other.directory)), other) for other in runs if other.directory != run.directory]
+    mine = run.chosen
+    named = [(_arm(mine, other.chosen), other) for other in runs if other.directory != run.directory]
     return [(UNCHANGED, run), *((name, other) for name, other in named if name is not None)]
 
 
@@ -114,10 +113,10 @@ def other_arm(run: Run, runs: Iterable[Run]) -> Run | None:
     """The run that this one is measured by: of those that completed and differ in nothing but how attention scores
     (norm, cap, scale) or how fast Q and K learn, the one that ended lowest; None where there is none.
     """
-    mine = _keys(run.directory)
+    mine = run.chosen
     found = []
     for other in runs:
-        changed = _changed(mine, _keys(other.directory))
+        changed = _changed(mine, other.chosen)
         attention = all(k.startswith("attention.") or k == "optim.qk_lr_scale" for k in changed)
         if changed and attention and other.status == "completed":
             found.append(other)
@@ -126,12 +125,6 @@ def other_arm(run: Run, runs: Iterable[Run]) -> Run | None:
 
 def _changed(mine: dict[str, Any], theirs: dict[str, Any]) -> set[str]:
     return {k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k)} - set(STARTS)
-
-
-@functools.cache
-def _keys(directory: Path) -> dict[str, Any]:
-    """A run's identity keys, read once: of a thousand runs each is compared with all others."""
-    return identity_keys(load_run(directory).typed)
 
 
 def branches_of(run: Run) -> list[tuple[str, Run]]:

@@ -72,7 +72,9 @@ def _attention_by(e: Evidence, step: int) -> bool:
 
 
 def _fault(e: Evidence) -> bool:
-    return e.jump is not None and not _attention_by(e, e.jump.step)
+    if e.jump is None or _attention_by(e, e.jump.step):
+        return False
+    return not (_unstable(e) and e.harm is not None and e.harm.late < e.jump.step)
 
 
 RULES: tuple[Rule, ...] = (
@@ -83,7 +85,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         DATA_FAULT,
-        "a jump: out of a calm, one batch's loss was worse than chance (or not finite), before attention broke",
+        "a jump: out of a calm, one batch's loss was worse than chance (or not finite), before attention broke and "
+        "before any other harm",
         _fault,
     ),
     Rule(

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from qkexp.config import RunConfig, UserError, flatten, identity, keys, to_typed
+from qkexp.config import RunConfig, UserError, flatten, identity, identity_keys, keys, to_typed
 from qkexp.naming import variant
 from qkexp.probe.metrics import NAMES
 from qkexp.record.files import read_json
@@ -45,6 +45,11 @@ class Run:
     @cached_property
     def typed(self) -> RunConfig:
         return to_typed(self.config)
+
+    @cached_property
+    def chosen(self) -> dict[str, Any]:
+        """Identity keys that differ from the schema's defaults: what makes it the run that it is."""
+        return identity_keys(self.typed)
 
     @cached_property
     def outcome(self) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ DEVIATIONS = 6.0  # robust standard deviations over the median
 LARGER = 1.5  # ... and so many times the median: tiny noise around a converged loss is no spike
 SETTLED = 32  # values in a row that would be spikes are a new level
 MAD_TO_STD = 1.4826  # of a normal distribution
+AT_ONCE = 2048  # values of a score that are judged together: each with its window, they fill memory
 
 
 class SpikeDetector:
@@ -74,11 +75,14 @@ def spike_score(values: np.ndarray, window: int = 1000, deviations: float = 7.0)
     """
     values = np.asarray(values, dtype=np.float64)
     judged = spikes = 0
-    for at in range(window, len(values)):
-        past = values[at - window : at]
-        past = past[np.isfinite(past)]
-        if len(past) < window // 2:
-            continue
-        judged += 1
-        spikes += not math.isfinite(values[at]) or values[at] - past.mean() >= deviations * max(past.std(), 1e-10)
+    for first in range(window, len(values), AT_ONCE):
+        now = values[first : first + AT_ONCE]
+        past = np.lib.stride_tricks.sliding_window_view(values[first - window : first + len(now) - 1], window)
+        known = np.isfinite(past)
+        count = np.maximum(known.sum(axis=1), 1)
+        mean = np.where(known, past, 0.0).sum(axis=1) / count
+        std = np.sqrt(np.square(np.where(known, past - mean[:, None], 0.0)).sum(axis=1) / count)
+        enough = known.sum(axis=1) >= window // 2
+        judged += int(enough.sum())
+        spikes += int((enough & (~np.isfinite(now) | (now - mean >= deviations * np.maximum(std, 1e-10)))).sum())
     return 100.0 * spikes / judged if judged else math.nan

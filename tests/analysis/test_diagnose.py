@@ -174,6 +174,14 @@ def test_output_logits_that_were_large_from_the_first_step_on_have_not_drifted(t
     assert found.verdict == STEP_TOO_LARGE
 
 
+def test_a_jump_long_after_the_run_was_harmed_is_no_data_fault(tmp_path: Path) -> None:
+    loss = np.where(AT < 40, 20.0, 0.5)  # a drift at the start, which heals
+    loss[200] = 5.0
+    assert diagnose(make(tmp_path / "a", loss=loss, output=growing(0, 5, 300.0, 0.5))).verdict == OUTPUT_LOGITS
+    loss[:40] = FALLING[:40]
+    assert diagnose(make(tmp_path / "b", loss=loss)).verdict == DATA_FAULT
+
+
 def test_large_steps_without_collapse(tmp_path: Path) -> None:
     found = diagnose(make(tmp_path, loss=BROKEN["loss"], update=0.3))
     assert found.verdict == STEP_TOO_LARGE

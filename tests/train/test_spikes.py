@@ -70,6 +70,21 @@ def test_a_detector_that_goes_on_from_its_state_says_the_same() -> None:
         assert {e.kind for e in found} == {"grad_spike"}
 
 
+def test_spike_score_equals_its_definition_value_by_value() -> None:
+    draw = np.random.default_rng(3)
+    values = draw.standard_t(2, 5000).cumsum() * 0.01 + draw.standard_t(1.5, 5000)
+    values[draw.integers(0, 5000, 60)] = draw.choice([math.nan, math.inf, -math.inf], 60)
+    values[700:770] = math.nan
+    window, judged, spikes = 100, 0, 0
+    for at in range(window, len(values)):
+        past = values[at - window : at][np.isfinite(values[at - window : at])]
+        if len(past) >= window // 2:
+            judged += 1
+            spikes += not math.isfinite(values[at]) or values[at] >= past.mean() + 7 * past.std()
+    assert 20 < spikes < judged < len(values) - window
+    assert spike_score(values, window=window) == pytest.approx(100 * spikes / judged, rel=1e-12)
+
+
 def test_spike_score_is_the_percentage_of_rises_over_seven_deviations() -> None:
     values = 1.0 + 0.01 * np.random.default_rng(1).standard_normal(2000)
     assert spike_score(values) == 0.0

@@ -16,6 +16,7 @@ from qkexp.analysis.figures.selection import DoesNotFit, constant_loss, model_te
 from qkexp.analysis.figures.style import GREY, LEVEL_STYLE, Drawing, canvas, look, rank, styled
 from qkexp.analysis.measures import largest
 from qkexp.config import PrecisionConfig
+from qkexp.record.heads import load_heads
 from qkexp.record.load import Run, Sweep
 
 FP16_MAX = 65504.0
@@ -27,11 +28,11 @@ MEASURED = ("max_abs_logit", "resolution", "ulp", "steps_beyond", "val_loss")
 @styled
 def precision(sweep: Sweep) -> Drawing:
     """Draw the largest score over steps in each precision without a norm, its resolution, and every run's result."""
+    if len({name(run.typed.precision) for run in sweep.all.values()}) < 2:
+        raise DoesNotFit("needs runs in two or more precisions")
     table = _table(sweep)
     if table.empty:
         raise DoesNotFit("no run has ended yet")
-    if table.precision.nunique() < 2:
-        raise DoesNotFit("needs runs in two or more precisions")
     rates = sorted(table.lr.unique())
     panels = [
         Panel("max_abs_logit", "largest score", "|z|, before any cap", level=FP16_MAX),
@@ -41,7 +42,7 @@ def precision(sweep: Sweep) -> Drawing:
     arms = _arms(table)
     rows = len(rates)
     sheet = canvas(
-        rows, len(panels) + 1, panel=(2.6, 0.7 + 0.19 * len(arms)), paragraphs=_caption(sweep), legend_rows=2
+        rows, len(panels) + 1, panel=(2.6, 0.7 + 0.19 * len(arms)), paragraphs=_caption(sweep), legend_rows=3
     )
     curves = _curves(sweep)
     for number, rate in enumerate(rates):
@@ -67,7 +68,7 @@ def _table(sweep: Sweep) -> pd.DataFrame:
         {
             "precision": lambda run: name(run.typed.precision),
             "max_abs_logit": largest("max_abs_logit"),
-            "ulp": lambda run: float(run.attention.score_ulp.max()),
+            "ulp": _spacing,
             "resolution": _resolution,
             "val_loss": lambda run: run.final_val_loss,
             "overflows": lambda run: str((run.outcome or {}).get("reason", "")).startswith("nonfinite"),
@@ -92,9 +93,18 @@ def name(precision: PrecisionConfig) -> str:
     return "fp32" if precision.autocast == "none" else precision.autocast
 
 
+def _spacing(run: Run) -> float:
+    values = load_heads(run.directory, ["score_ulp"]).values.get("score_ulp")
+    return float(np.nanmax(values)) if values is not None and np.isfinite(values).any() else math.nan
+
+
 def _resolution(run: Run) -> float:
-    heads = run.attention[run.attention.max_abs_logit > 0]
-    return float((heads.score_ulp / heads.max_abs_logit).median())
+    found = load_heads(run.directory, ["score_ulp", "max_abs_logit"]).values
+    if len(found) < 2:
+        return math.nan
+    largest_score = found["max_abs_logit"].astype(np.float64)
+    known = (largest_score > 0) & np.isfinite(found["score_ulp"])
+    return float(np.median(found["score_ulp"][known] / largest_score[known])) if known.any() else math.nan
 
 
 def _steps_beyond(run: Run) -> int:

@@ -62,9 +62,7 @@ def _table(sweep: Sweep) -> pd.DataFrame:
     if other:
         raise DoesNotFit(f"runs differ in {', '.join(other)} as well")
     table = table.drop(columns=KEY, errors="ignore")
-    table["arm"] = [
-        f"{PLACES[b]}, {look(v).label}" for b, v in zip(table.block_norm, table.variant, strict=True)
-    ]
+    table["arm"] = [f"{PLACES[b]}, {look(v).label}" for b, v in zip(table.block_norm, table.variant, strict=True)]
     return medians(table, ["variant", "block_norm", "arm", "lr"], [*METRICS, "val_loss"])
 
 

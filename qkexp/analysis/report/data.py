@@ -29,7 +29,7 @@ from qkexp.record.files import read_json
 from qkexp.record.load import Run, Sweep, load_sweep
 from qkexp.sweep.status import State, state_of, summary, sweep_states
 
-LAYER_BYTES, HEAD_BYTES = 2_000_000, 2_700_000  # of all runs: what keeps a page of 100 large ones under 10 MB
+LAYER_BYTES, HEAD_BYTES = 1_800_000, 2_300_000  # of all runs: what keeps a page of 100 large ones under 10 MB
 # keys that a variant's name or the seed already says
 _SAID = ("attention.", "seed", "model.seed", "data.seed")
 
