@@ -43,14 +43,22 @@ def mirror_figures(quick: bool = False) -> Iterator[Figure]:
             yield Figure("mirror", f"end of a sweep, {mode}", max(ends), "s", EXIT_SECONDS, "below")
 
 
-def _sweep(directory: Path, steps: int, url: str, *keys: str) -> tuple[float, float]:
-    """A run a core: (seconds of a step, seconds from the last run's end to the end of the process)."""
+def _sweep(home: Path, steps: int, url: str, *keys: str) -> tuple[float, float]:
+    """A run a core: (seconds of a step, seconds from the last run's end to the end of the process).
+
+    Each sweep has an output folder of its own: sweeps that lie beside one another share finished runs.
+    """
+    directory = home / "sweep"
     seeds = f"seed=range(0,{cores()})"
     command = ["sweep", "model=vit_micro", "data=digits", seeds, f"train.steps={steps}", "optim.warmup=10", *keys]
-    command += [f"output_dir={directory.parent}", f"sweep_name={directory.name}"]
+    command += [f"output_dir={home}", f"sweep_name={directory.name}"]
     env = {**os.environ, "WANDB_BASE_URL": url, "WANDB_API_KEY": KEY, "WANDB_CACHE_DIR": str(directory / "cache")}
+    started = time.time()
     subprocess.run([sys.executable, "-m", "qkexp", *command], env=env, check=True, capture_output=True)
-    end = time.time() - max(path.stat().st_mtime for path in directory.glob("*/outcome.json"))
+    ended = [path.stat().st_mtime for path in directory.glob("*/outcome.json")]
+    if min(ended) < started:
+        raise RuntimeError(f"{directory} shares a run instead of training it: nothing was measured")
+    end = time.time() - max(ended)
     sweep = load_sweep(directory)
     if "tracker=none" not in keys:
         _wait(directory, list(sweep.all))
