@@ -64,7 +64,8 @@ MEANING = {
     "heads, whose values are noise; the most memory that it takes; the size of the file.",
     "mirror": "mirror: time of a step (statistics included) of micro runs, one on each core, with a mirror to W&B "
     "beside them / without, whole sweeps in turns, median of pairs; online means a server on this machine that takes "
-    "everything and keeps nothing. Then seconds from the end of the last run to the end of the sweep's process.",
+    "everything and keeps nothing, or fails as it says. Then seconds from the end of the last run to the "
+    "end of the sweep's process.",
 }
 
 

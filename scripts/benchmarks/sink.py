@@ -14,6 +14,7 @@ PROJECT = {"id": "1", "name": "bench", "entity": {"id": "1", "name": "bench"}}
 
 class Sink(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    status = 200  # of every answer
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -50,7 +51,7 @@ class Sink(http.server.BaseHTTPRequestHandler):
 
     def reply(self, content: dict[str, Any]) -> None:
         body = json.dumps(content).encode()
-        self.send_response(200)
+        self.send_response(self.status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -62,20 +63,53 @@ class Sink(http.server.BaseHTTPRequestHandler):
 
 class Quiet(http.server.ThreadingHTTPServer):
     daemon_threads = True
+    released: threading.Event
 
     def handle_error(self, *_: Any) -> None:
         """Clients go without closing their connections."""
 
 
+class Refusing(Sink):
+    """Answers that its user is nobody: a wrong key."""
+
+    status = 401
+
+
+class Busy(Sink):
+    status = 429
+
+
+class Failing(Sink):
+    status = 500
+
+
+class Silent(Sink):
+    """Accepts, and never answers."""
+
+    def reply(self, content: dict[str, Any]) -> None:
+        assert isinstance(self.server, Quiet)
+        self.server.released.wait()
+
+
 @contextlib.contextmanager
-def sink() -> Iterator[str]:
+def sink(kind: type[Sink] = Sink) -> Iterator[str]:
     """The address of such a server on the loopback."""
-    server = Quiet(("127.0.0.1", 0), Sink)
+    server = Quiet(("127.0.0.1", 0), kind)
+    server.released = threading.Event()
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:
+        server.released.set()
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextlib.contextmanager
+def nobody() -> Iterator[str]:
+    """An address at which nothing listens: a server that is gone."""
+    with sink() as url:
+        pass
+    yield url

@@ -34,7 +34,7 @@ def chromium() -> Iterator[Any]:
 
 def missing(what: str) -> None:
     """Skip, naming what is not installed; fail where it must be."""
-    text = f"not installed: {what}"
+    text = f"not installed: {what}; make test-dashboards installs or names it"
     if REQUIRED:
         pytest.fail(text)
     pytest.skip(text)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import pytest
-
-REQUIRED = "QKEXP_REQUIRE_DASHBOARDS"
+from browser import missing
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +14,6 @@ def need() -> Callable[[object, str], None]:
 
     def check(found: object, what: str) -> None:
         if not found:
-            end = pytest.fail if os.environ.get(REQUIRED) == "1" else pytest.skip
-            end(f"missing: {what}; make test-dashboards installs it")
+            missing(what)
 
     return check

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from qkexp.analysis.cells import group
-from qkexp.analysis.figures.selection import rows_of
+from qkexp.analysis.figures.selection import DoesNotFit, rows_of
 from qkexp.analysis.figures.style import GREY, LEVEL_STYLE, look, plain_log_ticks
 from qkexp.analysis.stability import MIN_SEEDS, ended
 from qkexp.record.load import Run, Sweep
@@ -47,14 +47,28 @@ class Arm:
     gap: bool = False
 
 
-def measured(sweep: Sweep, columns: dict[str, Callable[[Run], Any]]) -> pd.DataFrame:
-    """A row a run that has ended: variant, lr, other keys that vary, seed, status, and what ``columns`` compute."""
+def measured(sweep: Sweep, columns: dict[str, Callable[[Run], Any]], varied: Collection[str] = ()) -> pd.DataFrame:
+    """A row a run that has ended: variant, lr, seed, status, and what ``columns`` compute.
+
+    Args:
+        varied: keys beside variant, rate and seeds that may vary, because columns or names tell them.
+
+    Raises:
+        DoesNotFit: others vary as well; said before anything is measured, which of a thousand runs takes minutes.
+    """
+    refuse_others(sweep, varied)
     rows = []
     for cell, runs in group(sweep).items():
         for run in ended(runs):
-            row = {"variant": cell.variant, "lr": cell.lr, **dict(cell.others), "seed": run.seed, "status": run.status}
+            row = {"variant": cell.variant, "lr": cell.lr, "seed": run.seed, "status": run.status}
             rows.append({**row, **{name: compute(run) for name, compute in columns.items()}})
     return pd.DataFrame(rows)
+
+
+def refuse_others(sweep: Sweep, varied: Collection[str]) -> None:
+    """Raise :class:`DoesNotFit` where other keys than these vary: their runs would be mixed."""
+    if other := sorted({key for cell in group(sweep) for key, _ in cell.others} - set(varied)):
+        raise DoesNotFit(f"runs differ in {', '.join(other)} as well")
 
 
 def medians(table: pd.DataFrame, by: Sequence[str], columns: Iterable[str]) -> pd.DataFrame:

@@ -11,8 +11,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from qkexp.analysis.cells import group
-from qkexp.analysis.figures.dots import Arm, Panel, marks, measured, medians, panel_row
+from qkexp.analysis.figures.dots import Arm, Panel, marks, measured, medians, panel_row, refuse_others
 from qkexp.analysis.figures.selection import DoesNotFit, constant_loss, model_text, recipe_text
 from qkexp.analysis.figures.style import GREY, LEVEL_STYLE, Drawing, canvas, look, rank, styled
 from qkexp.analysis.measures import largest
@@ -29,11 +28,6 @@ MEASURED = ("max_abs_logit", "resolution", "ulp", "steps_beyond", "val_loss")
 @styled
 def precision(sweep: Sweep) -> Drawing:
     """Draw the largest score over steps in each precision without a norm, its resolution, and every run's result."""
-    # before anything is measured: of a thousand large runs it takes minutes
-    if other := sorted({key for cell in group(sweep) for key, _ in cell.others} - set(ALLOWED)):
-        raise DoesNotFit(f"runs differ in {', '.join(other)} as well")
-    if len({name(run.typed.precision) for run in sweep.all.values()}) < 2:
-        raise DoesNotFit("needs runs in two or more precisions")
     table = _table(sweep)
     if table.empty:
         raise DoesNotFit("no run has ended yet")
@@ -67,6 +61,9 @@ def _table(sweep: Sweep) -> pd.DataFrame:
     largest one; ``resolution``: spacing over score, median over steps, layers and heads;
     ``skipped``: attempts of FP16 whose gradient overflowed.
     """
+    refuse_others(sweep, ALLOWED)
+    if len({name(run.typed.precision) for run in sweep.all.values()}) < 2:
+        raise DoesNotFit("needs runs in two or more precisions")
     table = measured(
         sweep,
         {
@@ -79,10 +76,10 @@ def _table(sweep: Sweep) -> pd.DataFrame:
             "steps_beyond": _steps_beyond,
             "skipped": _skipped,
         },
+        ALLOWED,
     )
     if table.empty:
         return table
-    table = table.drop(columns=list(ALLOWED & set(table.columns)))
     table["arm"] = table.variant.map(_label) + ", " + table.precision
     return medians(table, ["variant", "precision", "arm", "lr"], MEASURED)
 

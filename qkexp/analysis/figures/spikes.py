@@ -79,13 +79,10 @@ def _table(sweep: Sweep) -> pd.DataFrame:
             "lag": _lag,
             "val_loss": lambda run: run.final_val_loss,
         },
+        ALLOWED,
     )
     if table.empty:
         return table
-    other = [c for c in table.columns if "." in c and c not in ALLOWED]
-    if other:
-        raise DoesNotFit(f"runs differ in {', '.join(other)} as well")
-    table = table.drop(columns=list(ALLOWED & set(table.columns)))
     clipped = np.where(np.isinf(table.clipping), "no clipping", "clipped at " + table.clipping.map("{:g}".format))
     table["arm"] = table.variant.map(lambda v: look(v).label) + ", " + table.precision + ", " + clipped
     by = ["variant", "precision", "clipping", "arm", "lr"]

@@ -55,13 +55,9 @@ def three_places(sweep: Sweep) -> Drawing:
 def _table(sweep: Sweep) -> pd.DataFrame:
     """Rows of kind run and median: a metric's largest value over steps and layers, and the final validation loss."""
     columns = {name: largest(metric) for name, metric in METRICS.items()}
-    table = measured(sweep, {"block_norm": _block_norm, **columns, "val_loss": lambda run: run.final_val_loss})
+    table = measured(sweep, {"block_norm": _block_norm, **columns, "val_loss": lambda run: run.final_val_loss}, {KEY})
     if table.empty:
         return table
-    other = [c for c in table.columns if "." in c and c != KEY]
-    if other:
-        raise DoesNotFit(f"runs differ in {', '.join(other)} as well")
-    table = table.drop(columns=KEY, errors="ignore")
     table["arm"] = [f"{PLACES[b]}, {look(v).label}" for b, v in zip(table.block_norm, table.variant, strict=True)]
     return medians(table, ["variant", "block_norm", "arm", "lr"], [*METRICS, "val_loss"])
 
