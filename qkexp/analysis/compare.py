@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from qkexp.config import UserError, flatten, identity_keys, keys
+from qkexp.config import UserError, flatten, keys
 from qkexp.record.load import Run
 from qkexp.sweep.status import state_of
 from qkexp.train.outcome import WINDOW, smooth
@@ -53,7 +53,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
         raise UserError("a run is named twice: there is nothing to compare")
     if len(runs) > len(LETTERS):
         raise UserError(f"{len(runs)} runs are too many to read; accepted: up to {len(LETTERS)}")
-    marks = {k.name for k in keys() if k.meta["identity"]}.union(*(identity_keys(run.typed) for run in runs))
+    marks = {k.name for k in keys() if k.meta["identity"]}.union(*(run.chosen for run in runs))
     configs = differing([flatten(run.typed) for run in runs])
     last = [_last_step(run) for run in runs]
     known = [step for step in last if step is not None]
