@@ -7,7 +7,9 @@ is a result), 1 a run crashed or a claim failed, 2 wrong input, 75 interrupted: 
 from __future__ import annotations
 
 import argparse
+import atexit
 import errno
+import gc
 import signal
 import sys
 from collections.abc import Sequence
@@ -29,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return WRONG_INPUT
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # the last two: what clusters send before the end
         signal.signal(number, _interrupt)
+    atexit.register(gc.freeze)  # else Python ends by searching all of torch and pandas for garbage, for a second
     try:
         return load(args[0]).run(parser(args[0]).parse_intermixed_args(args[1:]))
     except UserError as error:

@@ -35,12 +35,19 @@ ENOUGH = 300.0  # seconds until a process counts as stuck: a crowded machine is 
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, need: Callable[[object, str], None]) -> Iterator[Server]:
+def one_server(tmp_path_factory: pytest.TempPathFactory, need: Callable[[object, str], None]) -> Iterator[Server]:
     need(binary(), "openwandb, a W&B server for tests")
     found = Server(tmp_path_factory.mktemp("server"))
-    found.start()
     yield found
     found.kill()
+
+
+@pytest.fixture
+def server(one_server: Server) -> Server:
+    """Running, whatever the test before did to it."""
+    if one_server.process is None:
+        one_server.start()
+    return one_server
 
 
 @dataclass
@@ -67,11 +74,22 @@ class Home:
         self.folder, self.env = folder, {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
         self.env |= {"HOME": str(folder), "NETRC": str(folder / "netrc"), "WANDB_CONFIG_DIR": str(folder)}
         self.env |= {"OMP_NUM_THREADS": "1", "WANDB_API_KEY": KEY, "WANDB_CACHE_DIR": str(folder / "cache")}
+        self.begun: list[subprocess.Popen[str]] = []
 
     def start(self, url: str, *args: str, **env: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "qkexp", *args]
         given = self.env | {"WANDB_BASE_URL": url} | env
-        return subprocess.Popen(command, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, env=given, process_group=0, stdout=pipe, stderr=pipe, text=True)
+        self.begun.append(process)
+        return process
+
+    def end(self) -> None:
+        """Whatever a test that failed has left."""
+        for process in self.begun:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        self.quiet(kill=True)
 
     def run(self, url: str, *args: str, **env: str) -> Done:
         return finish(self.start(url, *args, **env))
@@ -142,7 +160,7 @@ def wait_for(condition: Callable[[], Any], why: str) -> None:
 def home(tmp_path: Path) -> Iterator[Home]:
     found = Home(tmp_path)
     yield found
-    found.quiet(kill=True)
+    found.end()
 
 
 # ---------------------------------------------------------------- what must be equal
@@ -262,16 +280,19 @@ def test_what_is_found_later_is_added_and_nothing_sent_twice(server: Server, hom
 
 
 def test_a_server_that_is_killed_and_comes_back(server: Server, home: Home) -> None:
-    steps = 2000  # long enough to be still training when the first rows have arrived
+    steps = 2000
     process = home.start(server.url, *home.command(steps))
 
     def some_rows() -> bool:
         ids = [json.loads(p.read_text())["id"] for p in home.directory.glob("*-seed*/mirror.json")]
         return any(server.lines(i) for i in ids)
 
+    wait_for(lambda: list(home.directory.glob("*-seed*/parts/*")), "no run has written a row")
+    os.killpg(process.pid, signal.SIGSTOP)  # runs wait here for the mirror, which is slow beside them
     wait_for(some_rows, "no row arrived")
+    assert not list(home.directory.glob("*/outcome.json")), "the server is to be killed while runs train"
     server.kill()
-    assert process.poll() is None, "it was to be killed while runs train"
+    os.killpg(process.pid, signal.SIGCONT)
     time.sleep(3.0)
     server.start()
     done = finish(process)

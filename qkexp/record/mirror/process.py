@@ -211,11 +211,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     log.info("%d runs of %s, %s", len(args.names), args.directory, mode or "disabled by WANDB_MODE")
     if mode is None:
         return 0
+    _import_early()
     group = args.group or args.directory.resolve().name
     copies: list[Copied] = [Copy(args.directory / name, args.project, mode, group) for name in args.names]
     if args.sweep:
         copies.insert(1, SweepCopy(args.directory, args.project, mode, group))  # soon, but behind one that probes
     return serve(copies, ended)
+
+
+def _import_early() -> None:
+    """Import what copying needs while the runs are still starting: later it would take time from their steps."""
+    import PIL.Image  # noqa: F401
+    import wandb.apis.public  # noqa: F401
 
 
 def _teardown() -> None:
