@@ -6,14 +6,16 @@ it belongs to the run's identity. Everything that a user may set stands here and
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from omegaconf import II, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 SCHEMA_VERSION = 1
 # those of qkexp.probe.metrics
@@ -404,17 +406,48 @@ def keys(schema: type = RunConfig, prefix: str = "") -> tuple[Key, ...]:
 
 def to_typed(config: Any) -> RunConfig:
     """A plain or OmegaConf mapping of run keys -> RunConfig, types checked and interpolations resolved."""
-    merged = OmegaConf.merge(_schema(), config)
-    OmegaConf.resolve(merged)
-    typed = OmegaConf.to_object(merged)
+    typed: Any = _by_section(config) if type(config) is dict else None
+    if typed is None:
+        merged = OmegaConf.merge(_schema(RunConfig), config)
+        OmegaConf.resolve(merged)
+        typed = OmegaConf.to_object(merged)
     assert isinstance(typed, RunConfig)
     return typed
 
 
+def _by_section(config: dict[str, Any]) -> RunConfig | None:
+    """A configuration that was written whole, a section at a time: of a sweep's runs, most sections are equal.
+
+    None where a key is missing or wrong, or follows another one: then only the whole tells.
+    """
+    sections: dict[str, type] = {
+        name: type(default) for name, default in vars(RunConfig()).items() if dataclasses.is_dataclass(default)
+    }
+    try:
+        if "${" in json.dumps(config) or not _is_whole(RunConfig, config):
+            return None
+        if not all(_is_whole(schema, config[name]) for name, schema in sections.items()):
+            return None
+        own = _section(RunConfig, json.dumps({k: v for k, v in config.items() if k not in sections}))
+        read = {name: copy.deepcopy(_section(schema, json.dumps(config[name]))) for name, schema in sections.items()}
+    except (AttributeError, TypeError, OmegaConfBaseException):
+        return None
+    return dataclasses.replace(own, **read)
+
+
+def _is_whole(schema: type, config: dict[str, Any]) -> bool:
+    return config.keys() == {f.name for f in dataclasses.fields(schema)}
+
+
+@lru_cache(4096)
+def _section(schema: type, text: str) -> Any:
+    return OmegaConf.to_object(OmegaConf.merge(_schema(schema), json.loads(text)))
+
+
 @cache
-def _schema() -> DictConfig:
+def _schema(schema: type) -> DictConfig:
     """Made once; merging copies it."""
-    return OmegaConf.structured(RunConfig)
+    return OmegaConf.structured(schema)
 
 
 def flatten(cfg: RunConfig) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import re
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from qkexp.checks import check
 from qkexp.compose import compose_changes, compose_sweep, options
@@ -175,6 +177,28 @@ def test_configuration_survives_plain_yaml() -> None:
     again = yaml.safe_load(yaml.safe_dump(as_dict(cfg)))
     assert again["optim"]["lr"] == 1e-5
     assert to_typed(again) == cfg
+
+
+def test_a_stored_configuration_is_read_the_same_in_sections_and_as_a_whole() -> None:
+    """Sections of runs are read once for all that have them equal; what follows another key shows where that fails."""
+    for overrides in (["seed=3"], ["seed=3", "optim.lr=3e-2", "attention=l2"], ["seed=4", "model.seed=9"]):
+        stored, lacking = as_dict(one(*overrides)), as_dict(one(*overrides))
+        del lacking["model"]["seed"]
+        typed = to_typed(stored)
+        assert typed == to_typed(OmegaConf.create(stored)) == one(*overrides)
+        assert to_typed(lacking).model.seed == typed.seed, "a key that is missing follows the run's seed"
+        typed.data.poison_steps.append(7)
+        typed.optim.lr = 1.0
+        assert to_typed(stored) == one(*overrides), "what is shared inside is not shared outside"
+
+
+@pytest.mark.parametrize("section", ["model", "optim", "tracker"])
+def test_a_stored_configuration_with_a_wrong_type_is_refused_by_its_full_name(section: str) -> None:
+    stored = as_dict(one())
+    key = {"model": "width", "optim": "lr", "tracker": "mode"}[section]
+    stored[section][key] = {"a": 1}
+    with pytest.raises(OmegaConfBaseException, match=f"{section}.{key}"):
+        to_typed(stored)
 
 
 def test_every_key_says_what_it_is() -> None:

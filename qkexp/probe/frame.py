@@ -136,13 +136,16 @@ def layer_values(values: np.ndarray, names: Sequence[str] = NAMES) -> np.ndarray
         worst = np.where(np.isnan(size), -1.0, size).argmax(-1)[..., None]
     with np.errstate(all="ignore"):
         for i, metric in enumerate(BY_NAME[name] for name in names):
-            measured = ~np.isnan(values[i])
-            some = measured.any(-1)
+            absent = np.isnan(values[i])
+            all_there = not absent.any()
             if metric.heads == "max":
-                out[i] = np.where(measured, values[i], -np.inf).max(-1)
+                out[i] = (values[i] if all_there else np.where(absent, -np.inf, values[i])).max(-1)
             elif metric.heads == "max_pair":
                 out[i] = np.take_along_axis(values[i], worst, -1)[..., 0]
+            elif all_there:
+                out[i] = values[i].sum(-1) / absent.shape[-1]
             else:
-                out[i] = np.where(measured, values[i], 0.0).sum(-1) / measured.sum(-1)
-            out[i] = np.where(some, out[i], np.nan)
+                out[i] = np.where(absent, 0.0, values[i]).sum(-1) / (~absent).sum(-1)
+            if not all_there:
+                out[i] = np.where(absent.all(-1), np.nan, out[i])
     return out

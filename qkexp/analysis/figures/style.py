@@ -214,6 +214,7 @@ def save(drawing: Drawing, folder: Path, name: str) -> Path:
     png = folder / f"{name}.png"
     with matplotlib.rc_context(RC):
         drawing.figure.savefig(folder / f"{name}.pdf", metadata={"CreationDate": None}, dpi=2 * DPI)
+        drawing.figure.set_layout_engine("none")  # is laid out; again would take as long as to draw it
         drawing.figure.savefig(png, dpi=DPI)
     drawing.table.to_csv(folder / f"{name}.csv", index=False)
     return png
