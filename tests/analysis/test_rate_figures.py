@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from qkexp.analysis.claims import check, verify_sweep
 from qkexp.analysis.figures import FIGURES, DoesNotFit, draw
 from qkexp.analysis.figures.anatomy import arm
 from qkexp.analysis.figures.logit_scaling import Parabola
 from qkexp.analysis.figures.spikes import lags
+from qkexp.analysis.figures.style import RC, rate_ticks
 from qkexp.analysis.figures.three_places import PLACES
 from qkexp.compose import compose_sweep, options
 from qkexp.config import ConfigError, keys
@@ -272,6 +277,25 @@ def test_block_norms_of_every_kind_have_a_name() -> None:
 
 
 # ---------------------------------------------------------------- spikes
+
+
+@pytest.mark.parametrize("factor", [1.02, 1.5, 10**0.5])
+def test_the_numbers_of_rates_never_touch(factor: float) -> None:
+    """A bisection's rates lie as close as it is fine."""
+    rates = [1e-3 * factor**i for i in range(9)]
+    with matplotlib.rc_context(RC):
+        figure = Figure(figsize=(6.4, 3.0))
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        axes.set_xscale("log")
+        axes.set_xlim(rates[0] / 1.45, rates[-1] * 1.45)
+        rate_ticks(axes, rates)
+        figure.canvas.draw()
+    boxes = [label.get_window_extent() for label in axes.get_xticklabels() if label.get_text()]
+    assert len(axes.get_xticks()) == len(rates)
+    assert axes.get_xticklabels()[0].get_text() == "0.001"
+    assert len(boxes) == len(rates) or factor < 2
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
 
 
 def test_a_lag_is_positive_where_the_gradient_spikes_first() -> None:

@@ -30,6 +30,7 @@ from qkexp.analysis.figures.style import (
     look,
     plain_log_ticks,
     rank,
+    rate_ticks,
     styled,
 )
 from qkexp.analysis.stability import MIN_SEEDS, stability
@@ -118,8 +119,7 @@ def _scales(axes: Axes, table: pd.DataFrame) -> float:
     rates = sorted(table.lr.dropna().unique())
     axes.set_xscale("log")
     axes.set_xlim(rates[0] / 1.45, rates[-1] * 1.45)
-    axes.set_xticks(rates, [f"{lr:g}" for lr in rates])
-    axes.set_xticks([], minor=True)
+    rate_ticks(axes, rates)
     axes.set_xlabel("peak learning rate")
     finite = table.val_loss[np.isfinite(table.val_loss) & (table.val_loss > 0)]
     low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.1, 1.0)

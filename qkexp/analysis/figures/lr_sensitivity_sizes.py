@@ -12,7 +12,17 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from qkexp.analysis.figures.selection import DoesNotFit, recipe_text, rows_of
-from qkexp.analysis.figures.style import GREY, LEVEL_STYLE, Drawing, canvas, look, plain_log_ticks, rank, styled
+from qkexp.analysis.figures.style import (
+    GREY,
+    LEVEL_STYLE,
+    Drawing,
+    canvas,
+    look,
+    plain_log_ticks,
+    rank,
+    rate_ticks,
+    styled,
+)
 from qkexp.analysis.sensitivity import REFERENCE, SIZE_KEYS, Line, lines
 from qkexp.analysis.stability import MIN_SEEDS
 from qkexp.analysis.statistics import METHOD, TooFewSeeds, bootstrap_seeds, interval
@@ -126,8 +136,7 @@ def _curves(axes: Axes, rows: pd.DataFrame, variant: str, sizes: list[float], to
     rates = sorted(rows.lr.dropna().unique())
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
-    axes.set_xticks([], minor=True)
+    rate_ticks(axes, rates)
     axes.set_xlabel("peak learning rate")
     axes.set_title(here.label)
 

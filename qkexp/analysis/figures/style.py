@@ -7,6 +7,7 @@ the same information again, so that a grey print can be read.
 from __future__ import annotations
 
 import functools
+import math
 import textwrap
 import zlib
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ matplotlib.use("Agg")  # never a window system: a stale DISPLAY must not stop a 
 import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -206,6 +208,22 @@ def plain_log_ticks(axis: Axis, low: float, high: float) -> None:
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
+
+
+def rate_ticks(axes: Axes, rates: Sequence[float]) -> None:
+    """A tick a rate on a log axis whose limits are set, with its number where that has room beside the one before."""
+    (low, high), figure = np.log10(axes.get_xlim()), axes.get_figure(root=True)
+    assert figure is not None
+    inches = axes.get_position().width * figure.get_figwidth() / (high - low)  # a decade
+    letter, end, labels = 0.64 * float(RC["xtick.labelsize"]) / 72, -math.inf, []
+    for rate in rates:
+        text = f"{rate:.3g}"
+        place, half = math.log10(rate) * inches, letter * len(text) / 2
+        room = place - half > end + letter
+        labels.append(text if room else "")
+        end = place + half if room else end
+    axes.set_xticks(rates, labels)
+    axes.set_xticks([], minor=True)
 
 
 def save(drawing: Drawing, folder: Path, name: str) -> Path:
