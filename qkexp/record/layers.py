@@ -28,13 +28,13 @@ class Layers:
         places = read(PLACES)
         phase = places["phase"].dictionary_encode().unify_dictionaries().combine_chunks()
         training = np.isin(phase.indices.to_numpy(), np.flatnonzero(np.array(phase.dictionary) == "train"))
-        step, layer, head = (places[name].to_numpy() for name in ("step", "layer", "head"))
+        step, layer, head = (places[name].to_numpy().astype(np.int64) for name in ("step", "layer", "head"))
         kept = np.arange(len(places))
         if not training.all():
             kept = np.flatnonzero(training)
             step, layer, head = step[kept], layer[kept], head[kept]
         span = (int(layer.max(initial=0)) + 1, int(head.max(initial=0)) + 2)  # heads begin at -1
-        key = (step.astype(np.int64) * span[0] + layer) * span[1] + head
+        key = (step * span[0] + layer) * span[1] + head
         if (key[1:] < key[:-1]).any():  # as a rule they are written in order
             order = key.argsort(kind="stable")
             kept, step, layer = kept[order], step[order], layer[order]
@@ -76,7 +76,7 @@ class Layers:
 
 def _distinct(numbers: np.ndarray) -> np.ndarray:
     """What of integers from 0 on there is, in order: counted, which sorting a million takes ten times as long as."""
-    return np.flatnonzero(np.bincount(numbers)).astype(numbers.dtype)
+    return np.flatnonzero(np.bincount(numbers))
 
 
 class _Values(Mapping[str, np.ndarray]):

@@ -48,17 +48,8 @@ class Server:
     def start(self, base_url: str | None = None) -> None:
         """Returns once it answers. ``base_url``: where clients are told to send files; its own by default."""
         self.directory.mkdir(exist_ok=True)
-        binary = shutil.which("openwandb", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-        command = [
-            binary or "openwandb",
-            "serve",
-            "--host",
-            "127.0.0.1",
-            "-p",
-            str(self.port),
-            "--log-level",
-            "warning",
-        ]
+        address = ["--host", "127.0.0.1", "-p", str(self.port)]
+        command = [binary() or "openwandb", "serve", *address, "--log-level", "warning"]
         command += ["--data-dir", str(self.directory), "--base-url", base_url or self.url]
         with (self.directory / "server.log").open("ab") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=out)

@@ -64,7 +64,15 @@ def test_layers_of_different_numbers_of_heads() -> None:
     np.testing.assert_allclose(found["entropy_mean"], [[2.0, (3 + 5 + 30) / 3], [7.0, (8 + 10 + 30) / 3]])
 
 
-def test_a_run_without_training_rows_has_no_steps() -> None:
-    found = Layers.of(table([(0, "validation", 0, 0, 1.0, 1.0)]))
+NOTHING = {
+    "validation alone": table([(0, "validation", 0, 0, 1.0, 1.0)]),
+    "no rows": table(ROWS).slice(0, 0),
+    "no rows and no types": pa.table({name: pa.array([], pa.float64()) for name in table(ROWS).column_names}),
+}
+
+
+@pytest.mark.parametrize("rows", NOTHING)
+def test_a_run_without_training_rows_has_no_steps(rows: str) -> None:
+    found = Layers.of(NOTHING[rows])
     assert found["max_abs_logit"].shape == (0, 0)
     assert "q_norm_mean" not in found.values
