@@ -104,8 +104,16 @@ def test_a_mirror_that_was_killed_is_made_good_under_the_same_id(tmp_path: Path)
     assert Sent(directory).steps == list(range(6)), "whole, and in one file"
 
 
-def test_nobody_waits_longer_than_asked_and_the_mirror_ends_by_itself(tmp_path: Path) -> None:
-    """A mirror whose server never answers: its parent goes on, and it does not outlive its own time."""
+@pytest.mark.parametrize("modes", [[], ["online"], ["online", "offline"], ["offline"]])
+def test_nobody_waits_longer_than_asked_and_the_mirror_ends_by_itself(tmp_path: Path, modes: list[str]) -> None:
+    """A mirror whose server never answers: its parent goes on, and it does not outlive its own time.
+
+    Where all runs are offline nobody watches them, and nothing is said.
+    """
+    for number, mode in enumerate(modes):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "config.yaml").touch()
+        (tmp_path / str(number) / "mirror.json").write_text(json.dumps({"id": "a", "mode": mode, "status": None}))
     code = (
         "import threading, time; from pathlib import Path; from qkexp.record.mirror import process\n"
         "process.LAST_SECONDS = 1.0\n"
@@ -118,11 +126,14 @@ def test_nobody_waits_longer_than_asked_and_the_mirror_ends_by_itself(tmp_path: 
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     began = time.monotonic()
-    warning = Mirror(process, tmp_path, ()).close(0.2)
+    warning = Mirror(process, tmp_path, tuple(map(str, range(len(modes))))).close(0.2)
     assert time.monotonic() - began < 2.0
-    assert warning is not None
-    assert "in the background" in warning
-    assert f"qkexp sync {tmp_path}" in warning
+    if modes == ["offline"]:
+        assert warning is None
+    else:
+        assert warning is not None
+        assert "in the background" in warning
+        assert f"qkexp sync {tmp_path}" in warning
     assert process.wait(30) == 1
 
 

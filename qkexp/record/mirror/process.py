@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from qkexp.record.files import read_json
 
@@ -58,23 +58,30 @@ class Mirror:
     def close(self, timeout: float | None) -> str | None:
         """Say that all runs ended and wait for the rest to be copied; returns a warning where it was not.
 
-        What is not done in time goes on without us, for a minute at most, and ends by itself.
+        What is not done in time goes on without us, for a minute at most, and ends by itself. Of offline runs nothing
+        is told then: nobody watches them, and ``qkexp sync`` makes what they lack.
         """
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):  # it may be dead
             self.process.stdin.write(b"\n")  # a fork may hold the pipe open, so the end is said as well
             self.process.stdin.close()
-        begun = [name for name in self.names if (self.directory / name / "config.yaml").exists()]
         try:
             if self.process.wait(timeout) == 0:
                 return None
         except subprocess.TimeoutExpired:
+            if {record.get("mode") for record in self._records() if record} == {"offline"}:
+                return None
             tail = f"goes on in the background for {LAST_SECONDS:.0f} s at most; if anything is missing then"
         else:
             tail = f"see {self.directory / 'mirror.log'}; later"
-        left = sum((read_json(self.directory / name / "mirror.json") or {}).get("status") is None for name in begun)
-        what = f"{left} of {len(begun)} runs" if left else "the sweep's own tables and figures are"
+        left = [record.get("status") is None for record in self._records()]
+        what = f"{sum(left)} of {len(left)} runs" if any(left) else "the sweep's own tables and figures are"
         return f"W&B: {what} not copied yet; {tail}: qkexp sync {self.directory}"
+
+    def _records(self) -> list[dict[str, Any]]:
+        """What each run that has begun keeps of its copy; empty where nothing is copied yet."""
+        begun = [self.directory / name for name in self.names if (self.directory / name / "config.yaml").exists()]
+        return [read_json(directory / "mirror.json") or {} for directory in begun]
 
 
 def start(directory: Path, names: Sequence[str], project: str, mode: str, group: str, *, sweep: bool = False) -> Mirror:
