@@ -38,7 +38,8 @@ class Layers:
         if (key[1:] < key[:-1]).any():  # as a rule they are written in order
             order = key.argsort(kind="stable")
             kept, step, layer = kept[order], step[order], layer[order]
-        self.steps, self.layers, heads = _distinct(step), _distinct(layer), len(_distinct(head + 1))
+        self.steps, self.layers = step[np.diff(step, prepend=-1) > 0], _distinct(layer)
+        heads = len(_distinct(head + 1))
         blocks: list[tuple[slice | np.ndarray, slice | int, np.ndarray, int]] = []  # steps, layers, rows, heads
         if len(kept) == len(self.steps) * len(self.layers) * heads:
             blocks.append((slice(None), slice(None), kept, heads))
@@ -75,7 +76,7 @@ class Layers:
 
 
 def _distinct(numbers: np.ndarray) -> np.ndarray:
-    """What of integers from 0 on there is, in order: counted, which sorting a million takes ten times as long as."""
+    """What of small integers from 0 on there is, in order: counting them is ten times as quick as sorting them."""
     return np.flatnonzero(np.bincount(numbers))
 
 
